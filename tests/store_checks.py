@@ -13,11 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adasum_reference import close
 from foreign_arrays import ForeignArray, ForeignDevice, Tensor
 from on_workers import full, uniform
 from store_modes import DTYPES, Mode
 
-from mpikv import KeyExists, KeyNotInitialized, KVStore, MpikvError, ShapeMismatch, UnsupportedError, optimizers
+from mpikv import (
+    KeyExists,
+    KeyNotInitialized,
+    KVStore,
+    MpikvError,
+    RowSparse,
+    ShapeMismatch,
+    UnsupportedError,
+    optimizers,
+)
 from mpikv.calls.request import Request
 
 LARGE = 5000  # float32: above the thread transport's eager limit, so that a message is read only when received
@@ -107,23 +117,24 @@ def reductions(store, mode):
         keys = [f"{dtype}", f"{dtype} too"]
         store.init(keys, [np.zeros(n, dtype)] * 2)
         out = np.empty(n, dtype)
-        for op in (op for op in OPS if op != "mean" or dtype.kind not in "iu"):
+        ops = [op for op in OPS if op != "mean" or dtype.kind not in "iu"]
+        for op in [*ops, *(["adasum"] if dtype == np.float32 and not mode.servers else [])]:
             value = mine[me].copy()
             assert store.pushpull(keys[0], value, op=op) is None
-            same(value, reduced(op, mine, W))
-            same(store.pull(keys[0]), reduced(op, mine, W))
+            check_reduced(value, op, mine)
+            check_reduced(store.pull(keys[0]), op, mine)
             if dtype != np.float32:
                 continue  # a form does not depend on the dtype
             store.pushpull(keys[0], mine[me], out, op=op)
-            same(out, reduced(op, mine, W))
+            check_reduced(out, op, mine)
             store.pushpull(keys, both := [mine[me].copy(), more[me].copy()], op=op)
-            same(both[1], reduced(op, more, W))
+            check_reduced(both[1], op, more)
             store.pushpull_async(keys[0], more[me], out, op=op).wait()
-            same(out, reduced(op, more, W))
+            check_reduced(out, op, more)
             store.pushpull(keys[0], [mine[me], more[me]], out, op=op)  # of devices
-            same(out, reduced(op, [*mine, *more], W))
+            check_reduced(out, op, np.add(mine, more) if op == "adasum" else [*mine, *more], W)
         store.pushpull(keys[0], mine[me], out)  # known by its arrays, and the op is another one
-        same(out, reduced("sum", mine, W))
+        check_reduced(out, "sum", mine)
     for call in (store.pushpull, store.pushpull_async):
         for wrong in ("average", "SUM", None, 5, np.add, ["sum"]):
             with pytest.raises(ValueError, match="is no reduction; there are 'sum', 'mean', 'min', 'max', 'prod'"):
@@ -132,19 +143,18 @@ def reductions(store, mode):
             call(["float32", "int32"], [ones(n), ones(n, dtype=np.int32)], op="mean")
 
 
-def reduced(op: str, arrays: list[np.ndarray], workers: int) -> np.ndarray:
-    """In float64 or int64, which hold all of this exactly, and then in the dtype."""
+def check_reduced(found: np.ndarray, op: str, arrays: Any, workers: int = 0) -> None:
+    """In float64 or int64, which hold all of this exactly, and then in the dtype. workers: if there are more arrays."""
+    if op == "adasum":
+        close(found, arrays)
+        return
     dtype = arrays[0].dtype
     wide = np.int64 if dtype.kind in "iu" else np.float64
     total = functools.reduce(OPS[op], [array.astype(wide) for array in arrays])
     if op == "mean":
         sums = np.float32 if dtype.itemsize <= 4 else np.float64
-        total = total.astype(sums) / sums(workers)
-    return total.astype(dtype)
-
-
-def same(found, wanted) -> None:
-    assert (found.dtype, found.tobytes()) == (wanted.dtype, wanted.tobytes()), (found, wanted)
+        total = total.astype(sums) / sums(workers or len(arrays))
+    assert (found.dtype, found.tobytes()) == (dtype, total.astype(dtype).tobytes()), (found, total)
 
 
 def a_float16_sum_is_made_in_float32(store, mode):
@@ -252,10 +262,15 @@ def init_of_what_is_there_or_differs(store, mode):
     assert store.pull("second").tolist() == [1.0] * 3
     if mode.workers == 1:
         return
-    odd_ones = (full(0, 2), "float32 (2,)"), (full(0, 3, np.float64), "float64 (3,)"), (ones(3, 1), "float32 (3, 1)")
-    for i, (odd, text) in enumerate(odd_ones):
+    usual, rows = full(0, 3), RowSparse.zeros((3,))
+    odd_ones = (
+        *((usual, full(0, 2), "float32 (2,)"), (usual, full(0, 3, np.float64), "float64 (3,)")),
+        *((usual, ones(3, 1), "float32 (3, 1)"), (usual, rows, "float32 (3,), row-sparse")),
+        *((rows, RowSparse.zeros((4,)), "(4,), row-sparse"), (rows, RowSparse.zeros((3,), "float64"), "float64")),
+    )
+    for i, (usual, odd, text) in enumerate(odd_ones):
         with pytest.raises(ShapeMismatch) as caught:
-            store.init(["differs", f"other {i}"], [odd if store.rank == 1 else full(0, 3), full(i, 3)])
+            store.init(["differs", f"other {i}"], [odd if store.rank == 1 else usual, full(i, 3)])
         for part in ("'differs'", "worker 0 on ", "worker 1 on ", "float32 (3,)", text):
             assert part in str(caught.value)
         with pytest.raises(KeyNotInitialized):

@@ -1,4 +1,4 @@
-"""Fixtures of several tests of stores: what workers tell each other, a network without order, and patience."""
+"""Fixtures of several tests of stores: what workers tell each other, and patience."""
 
 from __future__ import annotations
 
@@ -9,22 +9,13 @@ import pytest
 
 from mpikv.hostmemory.common_calls import CommonCalls
 from mpikv.session import waits
-from mpikv.testing import ranks
 from mpikv.testing.stores import TEST_TIMEOUT_S
-from mpikv.transports import faulty
 
 
 @pytest.fixture
 def told() -> threading.Event:
     """By which one worker lets others go on, beside the store."""
     return threading.Event()
-
-
-@pytest.fixture(params=range(3))
-def unruly(request, monkeypatch) -> None:
-    """Messages come some looks later, those of different senders and tags in any order."""
-    faults = faulty.Faults(seed=request.param, most_looks=3)
-    monkeypatch.setattr(ranks, "Fabric", lambda size, hosts: faulty.FaultyFabric(size, lambda rank: faults, hosts))
 
 
 @pytest.fixture

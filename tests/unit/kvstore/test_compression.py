@@ -16,7 +16,6 @@ from mpikv.codecs import compression, registry
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.compression import NONE, make
 from mpikv.strategies.client_key import INLINE_BYTES
-from mpikv.transports import wire
 
 PART_BYTES = 32
 SIZES = (1, 5, 9, 40, 67)
@@ -169,33 +168,6 @@ def test_values_come_back_rounded_and_stay_whole_at_their_owner(mode: Mode, part
     mode.run(body, compression=PULL16, partition_bytes=part_bytes)
 
 
-def test_the_bytes_of_what_comes_back() -> None:
-    """The answer to a whole key and to one in partitions, by messages; a server sends half of what it holds."""
-    n, large = 1000, INLINE_BYTES // 4 * 3
-
-    def body(store: Any) -> Any:
-        client = store.strategy.owners._client.transport
-        received: list[int] = []
-        irecv = client.irecv
-
-        def counted(data: np.ndarray, source: int, tag: int) -> Any:
-            if tag >= wire.TAG_REPLY:
-                received.append(data.nbytes)
-            return irecv(data, source, tag)
-
-        client.irecv = counted
-        store.init(["small", "large"], [np.zeros(n, np.float32), np.zeros(large, np.float32)])
-        for key, size in (("small", n), ("large", large)):
-            store.pull(key)
-            store.pushpull(key, np.ones(size, np.float32))
-            store.pushpull([key], [np.ones(size, np.float32)])
-        return received
-
-    (found,) = Mode("dist_sync", 1, 1, memory="off", part_bytes=INLINE_BYTES).run(body, compression=PULL16)
-    partitions = [INLINE_BYTES // 2] * 3
-    assert found == [n * 4, n * 2, n * 2, *[INLINE_BYTES] * 3, *partitions, *partitions]
-
-
 REST = make({"type": "none", "pull": {"type": "rest of tests", "step": 1.0}, "force": True})
 
 
@@ -208,30 +180,28 @@ def test_what_a_sum_still_owes_comes_with_the_next_one(store: Any, W: int) -> No
         assert uniform(out) == expected
 
 
-FEEDBACK = {"type": "bf16", "error_feedback": True}
+ROUND_ALONE = {  # by what comes back: the error's text
+    "rest of tests": "key 'w' .* 'pull': 'rest of tests'",
+    "bf16": "'pull': 'bf16' with 'error_feedback' .*: leave 'error_feedback' away",
+}
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["init", "set_optimizer"])
-@pytest.mark.parametrize(
-    ("pull", "text"),
-    [
-        ("rest of tests", "key 'w' .* 'pull': 'rest of tests'"),
-        (FEEDBACK, "'pull': 'bf16' with 'error_feedback' .*: leave 'error_feedback' away"),
-    ],
-)
+@pytest.mark.parametrize("pull", ROUND_ALONE)
 @on(Mode("dist_sync", 2, 1))
-def test_weights_come_back_by_codecs_that_round_alone(mode: Mode, pull: Any, text: str, before: bool) -> None:
+def test_weights_come_back_by_codecs_that_round_alone(mode: Mode, pull: str, before: bool) -> None:
     def body(store: Any) -> None:
-        calls = [partial(store.init, "w", full(0, 5)), partial(store.set_optimizer, "sgd")]
+        calls = {"init": partial(store.init, "w", full(0, 5)), "set_optimizer": partial(store.set_optimizer, "sgd")}
         first, second = calls if before else reversed(calls)
-        first()
-        with pytest.raises(ConfigError, match=f"{second.func.__name__}: .*{text}"):
-            second()
+        calls[first]()
+        with pytest.raises(ConfigError, match=f"{second}: .*{ROUND_ALONE[pull]}"):
+            calls[second]()
         if before:
             store.pushpull("w", value := full(1, 5))
             assert value.tolist() == [2.0] * 5
 
-    mode.run(body, compression=make({"type": "none", "pull": pull, "force": True}))
+    codec = {"type": "bf16", "error_feedback": True} if pull == "bf16" else pull
+    mode.run(body, compression=make({"type": "none", "pull": codec, "force": True}))
 
 
 # --- what is not compressed

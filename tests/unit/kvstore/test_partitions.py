@@ -1,96 +1,24 @@
-"""Large values travel to servers and back in partitions: the same results, messages and memory counted."""
+"""What travels to owners and back, small keys together and large values in partitions: messages, bytes, memory."""
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import numpy as np
 import pytest
-from on_workers import full, limit, on, uniform
+from on_workers import full
 from store_modes import Mode
 
-from mpikv import StallError, optimizers
+from mpikv import optimizers
 from mpikv.create import assembly
 from mpikv.strategies import exchange
 from mpikv.transports import wire
 from mpikv.transports.threads import Fabric
 
-PART_ELEMS = 8
-PART_BYTES = 4 * PART_ELEMS
-SIZES = (0, 1, PART_ELEMS - 1, PART_ELEMS, PART_ELEMS + 1, 2 * PART_ELEMS, 3 * PART_ELEMS + 5, 9 * PART_ELEMS - 1)
 NEVER = 10**9  # elements: keys stay whole
 
 
-OPTIMIZERS = {
-    "none": None,
-    "momentum": lambda: optimizers.create("sgd", learning_rate=0.1, momentum=0.9, wd=0.01),
-    "lamb": lambda: optimizers.create("lamb", learning_rate=0.01),
-}
-
-
-def body_of(name):
-    def body(store):
-        numbers = np.random.default_rng(store.rank)
-        store.init([str(n) for n in SIZES], [np.linspace(-1, 1, n).astype(np.float32) for n in SIZES])
-        if OPTIMIZERS[name]:
-            store.set_optimizer(OPTIMIZERS[name]())
-        found = []
-        for _ in range(4):
-            for n in SIZES:
-                value = (numbers.standard_normal(n) * 10.0 ** numbers.integers(-3, 4, n)).astype(np.float32)
-                store.pushpull(str(n), value)
-                found.append(value.tobytes())
-        return found
-
-    return body
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("workers", [2, 3])
-def test_same_bits_as_without_partitions(name, workers, unruly):
-    """And as without servers, also for an optimizer that needs whole values; whatever comes first."""
-    expected = Mode("dist_sync", workers, 0, "owners").run(body_of(name))
-    for servers, bound, memory in ((1, NEVER, "auto"), (2, NEVER, "off"), (2, 20, "long"), (2, 20, "off")):
-        mode = Mode("dist_sync", workers, servers, memory=memory, part_bytes=PART_BYTES)
-        assert mode.run(body_of(name), bigarray_bound_elems=bound) == expected
-
-
-# --- optimizers that come and go
-
-
-@pytest.mark.parametrize("memory", ["auto", "off", "long"])
-def test_units_follow_the_optimizer(memory):
-    """Elementwise, whole, elementwise again, between rounds and with a round that only one worker has pushed."""
-    n = 5 * PART_ELEMS + 3
-
-    def body(store):
-        numbers = np.random.default_rng(store.rank)
-        store.init("w", np.linspace(-1, 1, n).astype(np.float32))
-        found = []
-        for round_, name in enumerate(("sgd", "lamb", "adam", "lamb", "adam")):
-            values = [numbers.standard_normal(n).astype(np.float32) for _ in range(3)]
-            early = [values.pop()] if store.rank == round_ % 2 else []
-            for value in early:
-                store.push("w", value)
-            store.set_optimizer(optimizers.create(name, learning_rate=0.05))
-            for value in values:
-                store.push("w", value)
-            found.append(store.pull("w").tobytes())
-        return found
-
-    whole, cut = (
-        Mode("dist_sync", 2, 1, memory=memory, part_bytes=part).run(body, bigarray_bound_elems=NEVER)
-        for part in (1 << 20, PART_BYTES)
-    )
-    assert whole[0] == whole[1]
-    assert cut == whole
-
-
-# --- counts
-
-
-def messages(mode, sizes, call, **changes):
+def messages(mode, sizes, call):
     """Messages and bytes of one `call(store, keys, arrays)` by every worker: those of three minus those of two."""
     counts = []
     for calls in (2, 3):
@@ -103,7 +31,8 @@ def messages(mode, sizes, call, **changes):
                 call(store, keys, arrays)
             store.barrier()  # a worker that leaves long before the others is told of
 
-        mode.run(body, fabric=(fabric := Fabric(mode.workers + mode.servers)), bigarray_bound_elems=NEVER, **changes)
+        fabric = Fabric(mode.workers + mode.servers, tuple(mode.hosts) or None)
+        mode.run(body, fabric=fabric, bigarray_bound_elems=NEVER)
         counts.append(np.array([fabric.sent_messages, fabric.sent_bytes]))
     return (counts[1] - counts[0]).tolist()
 
@@ -127,33 +56,32 @@ SMALL = [5] * 40
 BYTES = 40 * (wire.HEADER_BYTES + 32) - (32 - 20) + 40 * 20
 ASKED = wire.control({"kind": "fetch", "tag": wire.TAG_PAYLOAD + 1, "count": 4}).nbytes  # for all pieces at once
 LARGE_BYTES = wire.HEADER_BYTES + 2 * 4 * 100
+By = partial(Mode, "dist_sync", memory="off", part_bytes=4 * 32)
 
 
 @pytest.mark.parametrize(
     ("mode", "sizes", "call", "n_messages", "n_bytes"),
     [
-        *(("1", SMALL, together, 2, BYTES), ("3", SMALL, together, 2, BYTES)),  # one message each way
-        *(("1", SMALL, one_by_one, 2 * 40, None), ("2/2", SMALL, together, 4, None)),  # one for each server
-        ("2", SMALL, pushes, 1 + 2, None),  # a push is not answered; the pull of one key is a question and an answer
+        *((By(1, 1), SMALL, together, 2, BYTES), (By(3, 1), SMALL, together, 2, BYTES)),  # one message each way
+        *((By(1, 1), SMALL, one_by_one, 2 * 40, None), (By(2, 2), SMALL, together, 4, None)),  # one for each server
+        (By(2, algorithm="owners", hosts="ab"), SMALL, together, 2, None),  # a request to the other worker, an answer
+        (By(2, 1), SMALL, pushes, 1 + 2, None),  # a push is not answered; the pull of one key is a question, an answer
         # A header and its partitions each way, which the server asks for, but where MPI itself agrees on them.
-        *(("2", [100], call, 2 + 2 * 4, LARGE_BYTES + ASKED) for call in (together, one_by_one)),
-        ("2 mpi", [1 << 15], together, 1 + 2 * 2, wire.HEADER_BYTES + 2 * (1 << 17)),
-        *(("2/2 memory", [5, 100, 1000, 100_000], call, 0, 0) for call in (together, one_by_one, pushes)),
+        *((By(2, 1), [100], call, 2 + 2 * 4, LARGE_BYTES + ASKED) for call in (together, one_by_one)),
+        (By(2, 1, part_bytes=1 << 16), [1 << 15], together, 1 + 2 * 2, wire.HEADER_BYTES + 2 * (1 << 17)),
+        *((By(2, 2, memory="auto"), [5, 100, 1000, 100_000], call, 0, 0) for call in (together, one_by_one, pushes)),
     ],
 )
 def test_messages(mode, sizes, call, n_messages, n_bytes):
     """Of each worker, there and back."""
-    workers, servers = int(mode[0]), 2 if "/" in mode else 1
-    part_bytes = 1 << 16 if "mpi" in mode else 4 * 32
-    memory = "auto" if "memory" in mode else "off"
-    found = messages(Mode("dist_sync", workers, servers, memory=memory, part_bytes=part_bytes), sizes, call)
-    assert found == [workers * n_messages, found[1] if n_bytes is None else workers * n_bytes]
+    found = messages(mode, sizes, call)
+    assert found == [mode.workers * n_messages, found[1] if n_bytes is None else mode.workers * n_bytes]
 
 
 def test_messages_of_many_small_keys_are_cut(monkeypatch):
     monkeypatch.setattr(exchange, "LINK_SEGMENT_BYTES", 1000)
     per_message = 1000 // (wire.HEADER_BYTES + 20)
-    assert messages(Mode("dist_sync", 1, 1, memory="off"), SMALL, together)[0] == 2 * -(-40 // per_message)
+    assert messages(By(1, 1), SMALL, together)[0] == 2 * -(-40 // per_message)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +96,7 @@ def test_memory_of_a_server(monkeypatch, workers, name, memory):
         return cores[-1]
 
     monkeypatch.setattr(assembly, "ServerCore", noted)
-    n = 50 * PART_ELEMS + 3
+    n = 403
 
     def body(store):
         store.init("w", full(0, n))
@@ -181,38 +109,6 @@ def test_memory_of_a_server(monkeypatch, workers, name, memory):
         for _ in range(3):
             store.pushpull("w", full(1, n))
 
-    Mode("dist_sync", workers, 1, memory=memory, part_bytes=PART_BYTES).run(body, bigarray_bound_elems=NEVER)
+    Mode("dist_sync", workers, 1, memory=memory, part_bytes=32).run(body, bigarray_bound_elems=NEVER)
     (core,) = cores
     assert core.pool.held_bytes <= 4 * n * (1 + workers)
-
-
-# --- waits for several keys at once
-
-WAITS = pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
-
-
-@WAITS
-@on(Mode("dist_sync", 2, 1))
-@pytest.mark.usefixtures("answers")
-def test_a_stall_names_the_key_that_is_missing(store, asynchronous, told):
-    """And the call, which its caller has given up, goes on all the same."""
-    arrays = [full(1, 2), full(1, 3)]
-    store.init(["a", "b"], arrays)
-    if store.rank == 1:
-        store.push("a", arrays[0])
-        assert told.wait(60)
-        store.pushpull("b", arrays[1])
-    else:
-        request = store.pushpull_async(["a", "b"], arrays) if asynchronous else None
-        wait = partial(request.wait, 0.3) if request else partial(store.pushpull, ["a", "b"], arrays)
-        with (
-            limit(store),
-            pytest.raises(StallError, match=r"key 'b', round 1\. Not arrived: worker 1.*pushed it 0 times"),
-        ):
-            wait()
-        told.set()
-        request.wait() if request else store.pull("b")
-        deadline = time.monotonic() + 60
-        while arrays[1][0] == 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert uniform(arrays[1]) == 2

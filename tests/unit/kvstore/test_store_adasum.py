@@ -1,4 +1,7 @@
-"""`pushpull(op="adasum")`: beside other rounds, on every path that a key without servers has, against the formula."""
+"""`pushpull(op="adasum")`: beside other rounds, on every path that a key without servers has, against the formula.
+
+Every form of a call in every mode: tests/store_checks.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 from adasum_reference import close, random_vectors
 from on_workers import full, limit, on, uniform
-from store_modes import FEW_ON_DEVICE, HYBRID, LOCAL, SERVERS, Mode
+from store_modes import FEW_ON_DEVICE, HYBRID, SERVERS, Mode
 
 from mpikv import UnsupportedError, optimizers
 from mpikv.codecs.compression import make
@@ -22,7 +25,7 @@ MESSAGES = (Mode("dist_sync", 4, memory="off"), *(Mode("dist_sync", 3, 0, one) f
 HOSTS = (Mode("dist_sync", 3, hosts="aab"), Mode("dist_sync", 5, hosts="aabbc", memory="off"))
 ON_DEVICE = tuple(mode for mode in FEW_ON_DEVICE if not mode.servers)
 WORKERS_OWN = (*DIRECT, *MESSAGES, *HOSTS)
-SHAPES = ((), (1,), (2,), (7,), (0,), (3, 5), (20_001,))
+SHAPES = {"a": (1001,), "b": (3, 5), "c": (20_001,), "d": (), "e": (0,)}
 
 
 @functools.lru_cache
@@ -30,60 +33,28 @@ def pushed(W: int, shape: tuple[int, ...], dtype: str, round_: int) -> list[np.n
     return [one.reshape(shape) for one in random_vectors(W, int(np.prod(shape)), dtype, round_)]
 
 
-@on(*LOCAL, *WORKERS_OWN, *ON_DEVICE)
-def test_every_form(store, W):
-    """In place and not, of lent arrays and others, asynchronous, pulled, in several rounds and after sums."""
-    for i, shape in enumerate(SHAPES):
-        every_form(store, W, f"w{i}", shape, ("float32", "float64")[i % 2])
-
-
-def every_form(store, W, key, shape, dtype):
-    me = store.rank
-    store.init(key, np.zeros(shape, dtype))
-    out, wide = np.empty(shape, dtype), np.empty(shape, "float64")
-    for round_ in range(1 if out.size > 100 else 2):
-        every = pushed(W, shape, dtype, round_)
-        value = every[me].copy()
-        assert store.pushpull(key, value, op="adasum") is None
-        close(value, every)
-        close(store.pull(key), every)
-        value[...] = every[me]
-        store.pushpull(key, value, out, op="adasum")
-        close(out, every)
-        assert value.tobytes() == every[me].tobytes()
-        store.pushpull(key, value, wide, op="adasum")
-        close(wide.astype(dtype), every)
-        store.pushpull_async(key, value, op="adasum").wait()
-        close(value, every)
-        for op, ones in (("sum", W), ("max", 1), ("sum", W)):
-            store.pushpull(key, value := np.ones(shape, dtype), op=op)
-            assert (value == ones).all()
-        store.push(key, every[me])
-        store.pushpull(key, every[me], out, op="adasum")
-        close(out, every)
-
-
 def bits(store):
-    """Of two keys in every step, whose sums and adasums are made in turn, and workers wait in another order each."""
-    found, shared = [], store.zeros(1001)
-    store.init(["a", "b"], [np.zeros(n, F32) for n in (1001, 3)])
+    """Of keys whose sums and adasums are made in turn, and which each worker waits for in an order of its own."""
+    keys, found, shared = [*SHAPES], [], store.zeros(SHAPES["a"])
+    dtypes = {key: ("float32", "float64")[i % 2] for i, key in enumerate(keys)}
+    store.init(keys, [np.zeros(shape, dtypes[key]) for key, shape in SHAPES.items()])
     for round_ in range(3):
-        every = [pushed(store.num_workers, (n,), "float32", round_) for n in (1001, 3)]
-        values = [one[store.rank].copy() for one in every]
-        shared[:] = values[0]
-        order = (0, 1) if (store.rank + round_) % 2 else (1, 0)
-        calls = [store.pushpull_async("ab"[i], values[i], priority=store.rank, op="adasum") for i in order]
+        every = {key: pushed(store.num_workers, shape, dtypes[key], round_) for key, shape in SHAPES.items()}
+        values = {key: arrays[store.rank].copy() for key, arrays in every.items()}
+        shared[:] = values["a"]
+        order = keys[:: 1 if (store.rank + round_) % 2 else -1]
+        calls = [store.pushpull_async(key, values[key], priority=store.rank, op="adasum") for key in order]
         for call in reversed(calls):
             call.wait()
-        for value, one in zip(values, every, strict=True):
-            close(value, one)
+        for key in keys:
+            close(values[key], every[key])
         store.pushpull("a", shared, op="adasum")
-        both = [every[1][store.rank].copy(), every[0][store.rank].copy()]
-        store.pushpull(["b", "a"], both, op="adasum")
-        assert [one.tobytes() for one in both] == [value.tobytes() for value in reversed(values)]
-        found += [*(value.tobytes() for value in values), shared.tobytes(), store.pull("a").tobytes()]
-        store.pushpull(["b", "a"], ones := [np.ones(3, F32), np.ones(1001, F32)])
-        assert [uniform(one) for one in ones] == [store.num_workers] * 2
+        again = [every[key][store.rank].copy() for key in keys[::-1]]
+        store.pushpull(keys[::-1], again, op="adasum")
+        assert [one.tobytes() for one in again[::-1]] == [value.tobytes() for value in values.values()]
+        found += [*(value.tobytes() for value in values.values()), shared.tobytes(), store.pull("a").tobytes()]
+        store.pushpull(keys, ones := [np.ones_like(value) for value in values.values()])
+        assert all((one == store.num_workers).all() for one in ones)
     return found
 
 

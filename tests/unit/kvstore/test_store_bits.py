@@ -1,6 +1,8 @@
-"""Same bits: on every worker, from run to run whatever arrives first, and of servers as of the reference algorithm."""
+"""Same bits: on every worker, from run to run whatever arrives first, and of servers as of owners in the workers."""
 
 from __future__ import annotations
+
+import random
 
 import ml_dtypes
 import numpy as np
@@ -11,65 +13,106 @@ from store_modes import ADDING, BOUND, FEW_ON_DEVICE, HYBRID, MESSAGES, SERVED, 
 from mpikv import optimizers
 
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
-KEYS = [(f"{np.dtype(dtype)}-{n}", dtype, n) for dtype in DTYPES for n in (1, BOUND - 1, 8 * BOUND + 3)]
+SIZES = (0, 1, BOUND - 1, 2 * BOUND, 8 * BOUND + 3)
+# Each size in two dtypes.
+KEYS = {f"{n}-{k}": (np.dtype(DTYPES[(i + k) % 4]), n) for i, n in enumerate(SIZES) for k in (0, 1)}
 OPS = ("sum", "mean", "min", "max", "prod")
+ROUNDS = 3  # with each optimizer
+OPTIMIZERS = {
+    "none": [None],
+    "in turn": [
+        lambda: optimizers.create("sgd", learning_rate=0.1, momentum=0.9, wd=0.01),
+        lambda: optimizers.create("lamb", learning_rate=0.01),  # which needs whole values
+        lambda: optimizers.create("adam", learning_rate=0.01),
+    ],
+}
 
 
-def _bits(mode, optimizer, *, late=False):
-    """The bytes of every pulled value on every worker."""
+def value_of(key, worker, number, most=4):
+    dtype, n = KEYS[key]
+    numbers = np.random.default_rng([n, dtype.itemsize, worker, number])
+    return (numbers.standard_normal(n) * 10.0 ** numbers.integers(-3, most, n)).astype(dtype)
+
+
+def push(store, number, dice):
+    """All keys: one after another, or in an order of this worker's own, some as a list and some as requests."""
+    if dice is None:
+        for key in KEYS:
+            store.push(key, value_of(key, store.rank, number))
+        return
+    order = dice.sample([*KEYS], len(KEYS))
+    first, rest = order[: (cut := dice.randrange(len(order)))], order[cut:]
+    store.push(first, [value_of(key, store.rank, number) for key in first], priority=dice.randint(-3, 3))
+    requests = [
+        store.pushpull_async(key, value_of(key, store.rank, number), priority=dice.randint(-3, 3)) for key in rest
+    ]
+    for request in dice.sample(requests, len(requests)):
+        request.wait()
+
+
+def bits(mode, name="none", *, any_order=False, late=False, **changes):
+    """The bytes of every value that a worker gets, on every worker.
+
+    With a server one worker has pushed once more when the optimizer changes: that round is made with the next one.
+    """
 
     def body(store):
-        numbers = np.random.default_rng([7, store.rank])
-        found = []
-        for key, dtype, n in KEYS:
+        dice = random.Random(store.rank) if any_order else None
+        number, found = 0, []
+        for key, (dtype, n) in KEYS.items():
             store.init(key, np.linspace(-1, 1, n).astype(dtype))
-        if optimizer is not None:
-            store.set_optimizer(optimizer())
-        for _ in range(3):
-            for key, dtype, n in KEYS:
-                store.push(key, (numbers.standard_normal(n) * 10.0 ** numbers.integers(-3, 4, n)).astype(dtype))
-            found += [store.pull(key).tobytes() for key, _, _ in KEYS]
-        for op in OPS if optimizer is None else ():
-            for key, dtype, n in KEYS:
-                value = numbers.standard_normal(n).astype(dtype)
+        for i, optimizer in enumerate(OPTIMIZERS[name]):
+            early = i > 0 and mode.servers == 1 and not mode.take and 0 < store.rank == i % mode.workers
+            if early:
+                push(store, number, None)
+            if optimizer is not None:
+                store.set_optimizer(optimizer())
+            for round_ in range(ROUNDS):
+                if round_ or not early:
+                    push(store, number, dice)
+                number += 1
+                found += [store.pull(key).tobytes() for key in KEYS]
+        for op in OPS if name == "none" else ():
+            for key in KEYS:
+                value = value_of(key, store.rank, number, most=1)
                 value[store.rank :: 50] = np.nan  # one of any worker is one on all
                 store.pushpull(key, value, op=op)
                 found.append(value.tobytes())
                 assert np.isnan(value[: store.num_workers]).all()
         return found
 
-    return mode.run(body, late=late)
+    return mode.run(body, late=late, **changes)
 
 
 @on(
     *(Mode("dist_sync", w, 0, a) for w, a in ((3, "owners"), (2, "ring"), (5, "ring"), (5, "owners"))),
-    *(Mode("dist_sync", 4, 3), HYBRID[1], *ADDING[:2], Mode("dist_sync", 3)),
+    *(Mode("dist_sync", 3), Mode("dist_sync", 4, 3), HYBRID[1], *ADDING[:2]),
+    *(Mode("dist_sync", len(h), hosts=h, memory=m) for h, m in (("abc", "off"), ("aab", "auto"), ("ababb", "off"))),
 )
-def test_every_worker_and_every_run(mode):
-    runs = [_bits(mode, None, late=late) for late in (False, True)]
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_worker_and_every_run(mode, name):
+    """Whatever the calls, their order and what comes late."""
+    runs = [bits(mode, name), bits(mode, name, any_order=True, late=True)]
     assert {tuple(found) for run in runs for found in run} == {tuple(runs[0][0])}
 
 
-OPTIMIZERS = {
-    "none": None,
-    "sgd": lambda: optimizers.create("sgd", learning_rate=0.1, momentum=0.9, wd=0.01),
-    "adam": lambda: optimizers.create("adam", learning_rate=0.01),
-    "lamb": lambda: optimizers.create("lamb", learning_rate=0.01),
-}
-
-
-@pytest.mark.parametrize(("name", "workers"), [("none", 2), ("sgd", 3), ("adam", 5), ("lamb", 3)])
+@pytest.mark.parametrize(("name", "workers"), [("none", 2), ("in turn", 3)])
 def test_servers_give_the_bits_of_owners_in_the_workers(name, workers):
-    in_workers = _bits(Mode("dist_sync", workers, 0, "owners"), OPTIMIZERS[name])
-    for servers in (1, 3):
-        assert _bits(Mode("dist_sync", workers, servers), OPTIMIZERS[name], late=True) == in_workers
+    """Also where values are cut over servers, or whole, and travel in partitions, where messages come late."""
+    in_workers = bits(Mode("dist_sync", workers, 0, "owners"), name)
+    for servers, bound, memory, part_bytes in (
+        *((1, BOUND, "auto", 1 << 20), (3, BOUND, "auto", 1 << 20), (1, 10**9, "auto", 32)),
+        *((2, 10**9, "off", 32), (2, 20, "long", 32), (2, 20, "off", 32)),
+    ):
+        mode = Mode("dist_sync", workers, servers, memory=memory, part_bytes=part_bytes)
+        assert bits(mode, name, late=True, bigarray_bound_elems=bound) == in_workers, mode
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_of_a_dist_store_gives_the_bits_of_a_local_store(name):
-    local = _bits(Mode("local", 1), OPTIMIZERS[name])
+    local = bits(Mode("local", 1), name)
     for mode in (Mode("dist_sync", 1), Mode("dist_sync", 1, 2), *([] if name == "none" else [Mode("dist_async", 1)])):
-        assert _bits(mode, OPTIMIZERS[name]) == local, mode
+        assert bits(mode, name) == local, mode
 
 
 @on(*ADDING)

@@ -69,8 +69,12 @@ CASES = {
         {"v": served(2, 6), "w": served(2, 80_000, shards=2)},
         {},
     ),
-    "compressed on servers": Case(
-        sync(2, "aab", 1, memory="off"), {"w": 1000}, {"w": served(2, 1000, width=2)}, LAST, FP16
+    "compressed on servers": Case(  # in one piece and in several
+        sync(2, "aab", 1, memory="off", part_bytes=1 << 16),
+        {"v": 1000, "w": 80_000},
+        {"v": served(2, 1000, width=2), "w": served(2, 80_000, width=2)},
+        LAST,
+        FP16,
     ),
     "divided": Case(
         sync(2, "abc", 1, memory="off", take="0.25"), {"w": 1000}, {"w": among(2, 750) + served(2, 250)}, {}

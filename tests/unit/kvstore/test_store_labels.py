@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from direct_stores import CALLS, exchange
 from on_workers import counted, on, uniform
-from store_modes import ADDING, HYBRID, Mode
+from store_modes import ADDING, FEW_DIST_SYNC, HYBRID, Mode
 
 from mpikv import ConfigError, optimizers
 from mpikv.testing.reference import ReferenceStore
@@ -120,7 +120,7 @@ def test_which_bits_results_have(mode: Mode) -> None:
         assert results[0][step].tobytes() == reference.pull(0, "w").tobytes(), step
 
 
-@on(*FEW)
+@on(*FEW, *FEW_DIST_SYNC[2:], late=True)
 def test_rounds_ahead_in_any_order(store, W) -> None:
     """Every worker pushes rounds of several keys in an order of its own, far ahead, each under labels of its own."""
     n_rounds, n, keys = 12, 20, range(4)
@@ -133,19 +133,24 @@ def test_rounds_ahead_in_any_order(store, W) -> None:
             return common
         return float(2.0 ** np.random.default_rng([key, round_, worker]).integers(-2, 2))
 
-    def values(worker: int, key: int) -> Any:
-        return [small_numbers(n, worker, i, np.float64) * factor(worker, key, i) for i in range(n_rounds)]
+    def rate(key: int, round_: int) -> float:
+        return 2.0 ** ((3 * key + round_ // 2) % 4)  # some rounds have that of the one before
 
-    optimizer = optimizers.create("test")
+    def moved(worker: int, key: int) -> Any:
+        return sum(
+            small_numbers(n, worker, i, np.float64) * factor(worker, key, i) * rate(key, i) for i in range(n_rounds)
+        )
+
+    optimizer = optimizers.create("sgd")
     store.init([*keys], [np.zeros(n) for _ in keys])
     store.set_optimizer(optimizer)
     made = dict.fromkeys(keys, 0)
     for key in np.random.default_rng(store.rank).permutation([*keys] * n_rounds).tolist():
-        optimizer.rescale_grad = factor(store.rank, key, made[key])
+        optimizer.learning_rate, optimizer.rescale_grad = rate(key, made[key]), factor(store.rank, key, made[key])
         store.push(key, small_numbers(n, store.rank, made[key], np.float64))
         made[key] += 1
     for key in keys:
-        assert store.pull(key).tolist() == sum(sum(values(worker, key)) for worker in range(W)).tolist()
+        assert store.pull(key).tolist() == (-sum(moved(worker, key) for worker in range(W))).tolist()
 
 
 # --- other attributes

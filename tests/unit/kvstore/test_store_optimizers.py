@@ -146,19 +146,19 @@ def test_different_optimizers_are_an_error_on_every_worker(store, W):
     assert store.pull("w").tolist() == [W] * 3
 
 
-@on(Mode("local", 1), *SYNC_KINDS)
-def test_what_is_no_optimizer(store, W):
+@on(*KINDS)
+def test_what_is_refused(store, mode, W):
     for wrong in (3, None, "sdg", dict, ("a", "b")):
         with pytest.raises((TypeError, ValueError)):
             store.set_optimizer(wrong)
+    if mode.workers > 1:
+        with pytest.raises(UnsupportedError, match="set_optimizer"):
+            store.set_updater(lambda key, pushed, stored: None)
     store.init("w", np.zeros(2, np.float32))
-    store.push("w", np.ones(2, np.float32))
-    assert store.pull("w").tolist() == [float(W)] * 2
-
-
-@on(*ASYNC_KINDS)
-def test_asynchronous_push_needs_an_optimizer(store):
-    store.init("w", np.zeros(2, np.float32))
+    if mode.synchronous:
+        store.push("w", np.ones(2, np.float32))
+        assert store.pull("w").tolist() == [float(W)] * 2
+        return
     for call in (store.push, store.pushpull):
         with pytest.raises(MpikvError, match=r"'w'.*set_optimizer"):
             call("w", np.ones(2, np.float32))
@@ -213,14 +213,7 @@ def test_updater_of_a_local_store(store):
     assert store.pull(9) == 10
 
 
-@on(*SYNC_KINDS, *ASYNC_KINDS)
-def test_updater_elsewhere(store):
-    with pytest.raises(UnsupportedError, match="set_optimizer"):
-        store.set_updater(lambda key, pushed, stored: None)
-
-
 # --- attributes that change while it is at work reach the owners with the pushes made under them
-
 
 N = 3 * BOUND
 
@@ -229,16 +222,11 @@ def ones():
     return np.ones(N, np.float32)
 
 
-def begun(store, *keys):
-    store.init([*keys], [np.zeros(N, np.float32) for _ in keys])
-    optimizer = optimizers.create("sgd", learning_rate=1.0)
-    store.set_optimizer(optimizer)
-    return optimizer
-
-
 @on(*KINDS)
 def test_learning_rate_changed_between_pushes(store, W):
-    optimizer = begun(store, "w")
+    """Rounds that are pushed ahead: test_store_labels.py."""
+    store.init("w", np.zeros(N, np.float32))
+    store.set_optimizer(optimizer := optimizers.create("sgd", learning_rate=1.0))
     for rate, expected in ((1.0, -1), (2.0, -3), (4.0, -7), (1.0, -8), (0.5, -12)):
         optimizer.learning_rate = rate
         if rate == 0.5:
@@ -249,40 +237,10 @@ def test_learning_rate_changed_between_pushes(store, W):
         store.barrier()
 
 
-@on(*FEW_DIST_SYNC, late=True)
-def test_each_round_has_the_rate_it_was_pushed_under(store, W):
-    """All workers push rounds ahead without waiting, at paces of their own."""
-    rates = [1.0, 2.0, 4.0, 8.0, 1.0, 8.0, 1.0, 1.0]  # also back to what it was
-    optimizer = begun(store, "w")
-    outs = []
-    for rate in rates:
-        optimizer.learning_rate = rate
-        store.push("w", ones())
-        outs.append(store.pull_async("w"))
-    expected = [-W * sum(rates[: i + 1]) for i in range(len(rates))]
-    assert [uniform(out.wait()) for out in outs] == expected
-
-
-@on(*SYNC_KINDS)
-def test_a_change_does_not_reach_back(store, W):
-    """Round 1 of 'late' was pushed at rate 1 on every worker, and completes after round 1 of 'soon' at rate 64."""
-    optimizer = begun(store, "late", "soon")
-    if store.rank == 0:
-        store.push("late", ones())
-        optimizer.learning_rate = 64.0
-        store.push("soon", ones())
-    else:
-        optimizer.learning_rate = 64.0
-        store.push("soon", ones())
-        store.pull("soon")
-        optimizer.learning_rate = 1.0
-        store.push("late", ones())
-    assert (uniform(store.pull("late")), uniform(store.pull("soon"))) == (-1.0 * W, -64.0 * W)
-
-
 @on(*SYNC_KINDS)
 def test_a_schedule_put_in_later(store, W):
-    optimizer = begun(store, "w")
+    store.init("w", np.zeros(N, np.float32))
+    store.set_optimizer(optimizer := optimizers.create("sgd", learning_rate=1.0))
     store.push("w", ones())
     optimizer.lr_scheduler = schedule = optimizers.FactorScheduler(step=1, factor=0.5, base_lr=16.0)
     for _ in range(3):

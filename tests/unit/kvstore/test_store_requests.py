@@ -118,8 +118,8 @@ def test_a_pull_under_way_of_a_key_that_breaks(store, why):
         store.init("b", full(0))
 
 
-@on(*SYNC, FEW_ASYNC[0], FEW_ASYNC[3])
-def test_collective_calls_between_pushes(store, W, unruly, tmp_path):
+@on(*SYNC, FEW_ASYNC[0], FEW_ASYNC[3], late=True)
+def test_collective_calls_between_pushes(store, W, tmp_path):
     """On a network without order nothing that is pushed before or after one slips to its other side."""
     n, expected = 3 * BOUND, 0
     store.init(["a", "b"], [full(0, n), full(0, n + 2000)])
@@ -142,3 +142,16 @@ def test_collective_calls_between_pushes(store, W, unruly, tmp_path):
         store.barrier()
         assert [uniform(store.pull(key)) for key in "ab"] == [expected + 200 * W * i, 2 * (expected + 200 * W * i)]
         store.barrier()
+
+
+@on(Mode("dist_sync", 2, hosts="ab"))
+def test_workers_in_opposite_orders_that_wait_for_one_key_before_they_push_the_next(store):
+    """Key 0 fills every window of worker 0, and worker 1 does not push it before it has key 1."""
+    n = 61_440  # two whole segments for each of two ranks
+    values = [full(1, 60 * n), full(2, n)]
+    store.init([0, 1], values)
+    for key in (0, 1) if store.rank == 0 else (1, 0):
+        store.push(key, values[key], priority=0 if key else 5)
+        if store.rank == 1 or key == 1:
+            assert uniform(store.pull(key)) == 2 + 2 * key
+    assert uniform(store.pull(0)) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from unittest import mock
 
 import ml_dtypes
@@ -244,32 +243,7 @@ def test_optimizers_that_need_all_rows_are_refused(store):
             store.push("r", RowSparse.zeros(SHAPE))
 
 
-# --- workers that differ
-
-
-@on(Mode("dist_sync", 3), Mode("dist_sync", 2, 1), Mode("dist_async", 2))
-@each(
-    ("first", "others", "text"),
-    [
-        (
-            RowSparse.zeros((3, 2)),
-            RowSparse.zeros((4, 2)),
-            r"worker 0 on localhost: float32 \(3, 2\), row-sparse; worker 1 .*\(4, 2\), row-sparse",
-        ),
-        (RowSparse.zeros((3, 2)), SHORT, "float64"),
-        (
-            np.zeros((3, 2), "float32"),
-            RowSparse.zeros((3, 2)),
-            r"localhost: float32 \(3, 2\); .*: float32 \(3, 2\), row-sparse",
-        ),
-    ],
-    ids=["shape", "dtype", "dense"],
-)
-def test_different_values_at_init_are_an_error_on_every_rank(store, first, others, text):
-    with pytest.raises(ShapeMismatch, match=text):
-        store.init("r", others if store.rank else first)
-    store.init("other", RowSparse.zeros((3, 2)))
-    assert "r" not in store
+# --- rounds
 
 
 @on(Mode("dist_sync", 2), Mode("dist_sync", 2, 2))
@@ -304,55 +278,6 @@ def test_factors_and_changed_attributes_reach_the_owners(store):
     assert store.pull("dense").tolist() == [-(6 + 1.5 + 1.5)] * 6
     rows = [-sum(0.5**i * (1 if i == 1 else r + 1) for i in range(3)) for r in range(3)]
     assert store.pull("rows", ignore_sparse=False).tolist() == [*rows, 0, 0, -2 * (6 + 1.5 + 1.5)]
-
-
-# --- states
-
-
-@each(
-    ("writer", "reader"),
-    [
-        (Mode("dist_sync", 3), LOCAL),
-        (LOCAL, Mode("dist_sync", 2, 2)),
-        (Mode("dist_sync", 2, 2), Mode("dist_sync", 3)),
-        (Mode("dist_async", 1), Mode("dist_async", 1, 2)),
-    ],
-)
-def test_states_are_saved_and_loaded_by_any_number_of_owners(writer, reader, tmp_path):
-    path, rng = str(tmp_path / "states"), np.random.default_rng(8)
-    first = rng.normal(size=SHAPE)
-    grads = [RowSparse(ids, rng.normal(size=(len(ids), 2)), SHAPE) for ids in ([1, 8], [8], [], [1, 2, 9], [8, 9])]
-    nothing = RowSparse.zeros(SHAPE, "float64")
-
-    def begun(store, rows, dense):
-        store.init(["rows", "dense"], [RowSparse.of(rows), dense])
-        store.set_optimizer(optimizers.Adam(learning_rate=0.1))
-
-    def push(store, some):
-        for grad in some:
-            store.push(["rows", "dense"], [nothing, np.zeros(3)] if store.rank else [grad, np.ones(3)])
-        store.barrier()
-        found = store.pull(["rows", "dense"], ignore_sparse=False)
-        store.barrier()
-        return found
-
-    def write(store):
-        begun(store, first, np.zeros(3))
-        before = push(store, grads[:3])
-        store.save_optimizer_states(path)
-        return before, [one.tobytes() for one in push(store, grads[3:])]
-
-    ((before, after), *_) = writer.run(write)
-
-    def read(store, *, used):
-        begun(store, *before)
-        if used:  # the states that the file replaces move the weights
-            push(store, grads[:1])
-        store.load_optimizer_states(path)
-        return [one.shape if used else one.tobytes() for one in push(store, grads[3:])]
-
-    for used, expected in ((False, after), (True, [SHAPE, (3,)])):
-        assert reader.run(partial(read, used=used)) == [expected] * reader.workers
 
 
 def test_states_of_a_dense_key_are_no_states_of_a_sparse_one(tmp_path):
