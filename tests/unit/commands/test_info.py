@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import socket
 import subprocess
@@ -149,13 +150,6 @@ STARTED = {"PMI_SIZE": "2", "PMI_RANK": "0"}
     ("before", "env", "status", "says"),
     [
         ("", {}, 0, ONE),
-        ("", {"MPIKV_NUM_SERVERS": "2"}, 0, {"roles": "2 servers"}),  # alone, only a remark
-        ("", SETTINGS, 1, {
-            "MPIKV_TIMEOUT_S": "ERROR: 'ten' is not a number of seconds$",
-            "MPIKV_NUM_SERVER": r"1  \(nothing reads this variable; MPIKV_NUM_SERVERS exists\)$",
-            "MPIKV_QQQQQQQQQQQQ": ".*MPIKV_ALGORITHM",
-            "MPIKV_BIGARRAY_BOUND": "$",
-        }),
         ("", {"MPIKV_INTERFACE": "127.0.0.1/8", "UCX_NET_DEVICES": "all"}, 0, {
             "MPIKV_INTERFACE": "127.0.0.1/8$",
             "network": f"127.0.0.0/8: {NETWORK}.*UCX_NET_DEVICES=all is set already and counts more.*"
@@ -163,29 +157,64 @@ STARTED = {"PMI_SIZE": "2", "PMI_RANK": "0"}
         }),
         *((one, {}, 0, {"MPI library": INSTALL_MPI}) for one in NO_MPI),
         *((one, STARTED, 1, {"MPI library": f"ERROR: {INSTALL_MPI}"}) for one in NO_MPI),  # a launcher started it
-        (NO_DRIVER, {}, 0, {
-            "arrays on GPUs": rf"none \(not nccl, mpi, host: worker 0 on {HOST} uses no GPU: {WITHOUT}\)$"
-        }),
-        (NO_DRIVER, {"MPIKV_LOCAL_DEVICE": "1"}, 0, {"GPU": f"none: {WITHOUT}$", "CUDA-aware MPI": f"no: {WITHOUT}$"}),
-        (THREE, {}, 0, {
-            "GPU": rf"2 x H100, A2 \(CUDA 12.4\); in use: gpu:0, by local rank 0; {INSTALL}",
-            "CUDA-aware MPI": "no: the library says no",  # as of all wheels
-        }),
-        (THREE, {"MPIKV_LOCAL_DEVICE": "2"}, 1, {"GPU": ".*in use: gpu:2, by MPIKV_LOCAL_DEVICE"}),
-        (fake_driver("H100"), {"MPIKV_LOCAL_DEVICE": "1"}, 1, {
-            "GPU": "ERROR: MPIKV_LOCAL_DEVICE=1, but this process sees one GPU, number 0: "
-        }),
-        (f"{OTHER_CUPY}; {fake_driver('H100')}", {}, 0, {
-            "GPU": ".*in use: gpu:0, the only one that is visible; CuPy cannot use it: AttributeError: "
-        }),
     ],
 )  # fmt: skip
 def test_alone(before: str, env: dict[str, str], status: int, says: dict[str, str]) -> None:
     done = mpikv_command("info", code=before, **env)
     assert done.returncode == status, done.stdout + done.stderr
-    found = rows(done.stdout)
+    check(done.stdout, says)
+
+
+def check(report: str, says: dict[str, str]) -> None:
+    found = rows(report)
     for label, text in says.items():
         assert re.match(text, found[label]), found[label]
+
+
+CASES: list[tuple[str, dict[str, str], int, dict[str, str]]] = [
+    ("", {"MPIKV_NUM_SERVERS": "2"}, 0, {"roles": "2 servers"}),  # alone, only a remark
+    ("", SETTINGS, 1, {
+        "MPIKV_TIMEOUT_S": "ERROR: 'ten' is not a number of seconds$",
+        "MPIKV_NUM_SERVER": r"1  \(nothing reads this variable; MPIKV_NUM_SERVERS exists\)$",
+        "MPIKV_QQQQQQQQQQQQ": ".*MPIKV_ALGORITHM",
+        "MPIKV_BIGARRAY_BOUND": "$",
+    }),
+    (NO_DRIVER, {}, 0, {
+        "arrays on GPUs": rf"none \(not nccl, mpi, host: worker 0 on {HOST} uses no GPU: {WITHOUT}\)$"
+    }),
+    (NO_DRIVER, {"MPIKV_LOCAL_DEVICE": "1"}, 0, {"GPU": f"none: {WITHOUT}$", "CUDA-aware MPI": f"no: {WITHOUT}$"}),
+    (THREE, {}, 0, {
+        "GPU": rf"2 x H100, A2 \(CUDA 12.4\); in use: gpu:0, by local rank 0; {INSTALL}",
+        "CUDA-aware MPI": "no: the library says no",  # as of all wheels
+    }),
+    (THREE, {"MPIKV_LOCAL_DEVICE": "2"}, 1, {"GPU": ".*in use: gpu:2, by MPIKV_LOCAL_DEVICE"}),
+    (fake_driver("H100"), {"MPIKV_LOCAL_DEVICE": "1"}, 1, {
+        "GPU": "ERROR: MPIKV_LOCAL_DEVICE=1, but this process sees one GPU, number 0: "
+    }),
+    (f"{OTHER_CUPY}; {fake_driver('H100')}", {}, 0, {
+        "GPU": ".*in use: gpu:0, the only one that is visible; CuPy cannot use it: AttributeError: "
+    }),
+]  # fmt: skip
+IN_ONE_PROCESS = """
+import json, os, sys
+from unittest import mock
+from mpikv.commands import info
+from mpikv.runtime import cuda_driver
+for before, env in json.loads(sys.argv[1]):
+    with mock.patch.dict(sys.modules), mock.patch.object(cuda_driver, "ask", cuda_driver.ask):
+        exec(before)
+        print("status", info.show({**os.environ, **env}))
+"""
+
+
+@needs_mpi
+def test_settings_and_gpus() -> None:
+    done = fresh.python(IN_ONE_PROCESS, json.dumps([(before, env) for before, env, *_ in CASES]))
+    reports = re.findall(r"(.*?)status (\d)\n", done.stdout, re.DOTALL)
+    assert len(reports) == len(CASES), done.stdout + done.stderr
+    for (report, found), (_, _, status, says) in zip(reports, CASES, strict=True):
+        check(report, says)
+        assert int(found) == status, report
 
 
 def test_array_libraries_are_not_imported() -> None:
