@@ -1,8 +1,6 @@
-"""A rank whose children are to outlive the signal that stops the job: `children_program.py CASE`.
+"""Ranks that are told to stop; the first has children of every kind that Python can start, such as data loaders are.
 
-model: training with a loader of two processes, which has to give some more batches after the signal, before `saved` is
-printed. processes: children of every kind that Python can start; then `saved`, when all have ended as a
-parent ends them.
+Each prints `saved` when it has stopped, the first one once its children have ended as it ends them, and not before.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(600)"
 
@@ -23,7 +20,7 @@ def sleep(begun) -> None:
     time.sleep(600)
 
 
-def processes() -> None:
+def main() -> None:
     import numpy as np  # here, since children that are started anew import this file
 
     from mpikv import kv
@@ -31,13 +28,13 @@ def processes() -> None:
     store = kv.create("dist_sync")
     store.init("w", np.zeros(3))
     children = []
-    for kind in ("fork", "spawn", "forkserver"):
+    for kind in ("fork", "spawn", "forkserver") if store.rank == 0 else ():
         context = multiprocessing.get_context(kind)
         begun = context.Event()
         children.append(context.Process(target=sleep, args=(begun,)))
         children[-1].start()
         begun.wait()
-    for ours in (None, lambda: None):  # with and without Python's hooks at a fork
+    for ours in (None, lambda: None) if store.rank == 0 else ():  # with and without Python's hooks at a fork
         children.append(subprocess.Popen([sys.executable, "-c", SLEEP], stdout=-1, preexec_fn=ours))  # noqa: PLW1509
         children[-1].stdout.readline()
     store.barrier()
@@ -53,32 +50,5 @@ def processes() -> None:
     store.close()
 
 
-def training() -> None:
-    import torch
-
-    import mpikv.torch as mt
-    from mpikv import kv
-
-    store = kv.create("dist_sync")
-    net = torch.nn.Linear(2, 1)
-    data = torch.utils.data.TensorDataset(torch.ones(100_000, 2), torch.ones(100_000, 1))
-    loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2)
-    model = mt.DistributedModel(net, store)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    batches: Iterator = iter(loader)
-    for step, (inputs, targets) in enumerate(batches):
-        if step == 3:
-            print(f"ready {store.rank} {os.getpid()}", flush=True)
-        torch.nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if store.stop_requested:
-            break
-        time.sleep(0.002)
-    for _ in range(8):  # more than its workers have made in advance
-        next(batches)
-    print(f"saved {store.rank}", flush=True)
-
-
 if __name__ == "__main__":
-    processes() if sys.argv[1] == "processes" else training()
+    main()

@@ -55,6 +55,7 @@ WINDOWS = {
     "while the job is checked": ("trains", "mpikv: job 17 on"),
     "before the store is made": ("imports", "imports 0"),
     "in training": ("trains", "step 3"),
+    "after training": ("evaluates", "evaluates 0"),  # it is over, and not queued again
 }
 
 
@@ -66,15 +67,15 @@ WINDOWS = {
 )
 @pytest.mark.parametrize("window", WINDOWS)
 def test_saves_and_is_queued_again(mpi: Mpi, tmp_path: Path, path: str, window: str) -> None:
+    called, over = tmp_path / "called", window == "after training"
+    if over:
+        (tmp_path / "train-17.state").write_text("of an earlier run")
     job = run(path, mpi, tmp_path, *WINDOWS[window])
+    if over:
+        assert "mpikv: job 17 ends with status 0\n" in job.stdout, job.output
+        assert not called.exists()
+        return
     assert "mpikv: SIGUSR1 at worker" in job.stderr, job.output
     assert "mpikv: job 17 ends with status 0 and goes " in job.stdout, job.output
     assert list(tmp_path.glob("train-*.state")), job.output
-    assert len((tmp_path / "called").read_text().splitlines()) == (1 if "slurm" in path else 2)
-
-
-def test_ended_training_is_not_queued_again(mpi: Mpi, tmp_path: Path) -> None:
-    (tmp_path / "train-17.state").write_text("of an earlier run")
-    job = run("sge/train.sh", mpi, tmp_path, "evaluates", "evaluates 0")
-    assert "mpikv: job 17 ends with status 0\n" in job.stdout, job.output
-    assert not (tmp_path / "called").exists()
+    assert len(called.read_text().splitlines()) == (1 if "slurm" in path else 2)
