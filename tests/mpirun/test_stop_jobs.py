@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from jobs import Job, Running, start
+from jobs import Job, Mpi, Running, start
 
 PROGRAM = str(Path(__file__).with_name("stop_program.py"))
 LIMIT_S = 40
@@ -20,8 +20,8 @@ AGAIN_S = 1.2  # a second signal counts as one a second after the first one was 
 HEARD = "all workers stop after their step"
 
 
-def environment(servers: int = 0, signals: str = "TERM,USR1", **more: str) -> dict[str, str]:
-    return {"MPIKV_TIMEOUT_S": "20", "MPIKV_STOP_SIGNALS": signals, "MPIKV_NUM_SERVERS": str(servers), **more}
+def environment(servers: int = 0, **more: str) -> dict[str, str]:
+    return {"MPIKV_TIMEOUT_S": "20", "MPIKV_STOP_SIGNALS": "TERM,USR1,USR2", "MPIKV_NUM_SERVERS": str(servers), **more}
 
 
 def ranks(running: Running) -> list[int]:
@@ -43,54 +43,35 @@ def check_stopped(job: Job, workers: Sequence[int], *, common: bool = True) -> N
 
 
 @pytest.mark.parametrize(
-    ("case", "who", "signum"),
+    ("mpi", "progress", "case", "kind", "servers", "who", "signum"),
     [
-        ("plain", [1], signal.SIGTERM),
-        ("own handler", [1], signal.SIGUSR1),  # which is called as well
-        ("plain", [0], signal.SIGUSR1),
-        ("plain", [0, 1, 2], signal.SIGTERM),
-        ("stays open", [0, 1, 2], signal.SIGUSR1),  # the exit closes the store
-    ],
-)
-def test_synchronous(mpi, case: str, who: list[int], signum: signal.Signals) -> None:
-    with start(3, ["python", PROGRAM, case, "dist_sync"], env=environment(), timeout_s=LIMIT_S, mpi=mpi) as running:
-        pids = ranks(running)
-        running.kill_all([pids[rank] for rank in who], signum)
-    check_stopped(running.result, [0, 1, 2])
-    assert signum.name in running.result.stderr
-    assert running.result.stdout.count("1 handler of its own") == (case == "own handler")
-
-
-@pytest.mark.parametrize(
-    ("mpi", "progress", "kind", "servers", "signalled"),
-    [
-        ("mpich", "calls", "dist_sync", 1, 2),
-        ("openmpi", "thread", "dist_sync", 1, 0),
-        ("mpich", "thread", "dist_async", 0, 1),
-        ("mpich", "calls", "dist_async", 1, 2),
+        ("mpich", "thread", "plain", "dist_sync", 0, [1], "TERM"),
+        ("openmpi", "thread", "own handler", "dist_sync", 0, [1], "USR1"),  # which is called as well
+        ("mpich", "thread", "plain", "dist_sync", 0, [0, 1, 2], "TERM"),
+        ("openmpi", "calls", "stays open", "dist_sync", 0, [0, 1, 2], "USR1"),  # the exit closes the store
+        # With servers rank 2 is one: what it is told, it tells the workers.
+        ("mpich", "calls", "plain", "dist_sync", 1, [2], "USR1"),
+        ("mpich", "thread", "plain", "dist_async", 0, [1], "USR1"),
+        ("mpich", "calls", "plain", "dist_async", 1, [2], "USR1"),
+        # Both MPIs pass SIGUSR1 on to every rank, as batch scripts count on; MPICH's mpirun ends by SIGUSR2.
+        ("openmpi", "thread", "plain", "dist_sync", 1, "mpirun", "USR1"),
+        ("openmpi", "thread", "plain", "dist_sync", 1, "mpirun", "USR2"),
+        ("mpich", "thread", "plain", "dist_sync", 1, "mpirun", "USR1"),
     ],
     indirect=["mpi"],
 )
-def test_modes(mpi, kind: str, servers: int, signalled: int, progress: str) -> None:
-    """With servers rank 2 is one: what it is told, it tells the workers."""
+def test_all_stop(
+    mpi: Mpi, *, progress: str, case: str, kind: str, servers: int, who: str | list[int], signum: str
+) -> None:
     env = environment(servers, MPIKV_PROGRESS=progress)
-    with start(3, ["python", PROGRAM, "plain", kind], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
-        running.kill(ranks(running)[signalled], signal.SIGUSR1)
-    check_stopped(running.result, [0, 1] if servers else [0, 1, 2], common=kind == "dist_sync")
-
-
-@pytest.mark.parametrize(
-    ("mpi", "signum"),
-    [("openmpi", signal.SIGUSR1), ("openmpi", signal.SIGUSR2), ("mpich", signal.SIGUSR1)],
-    indirect=["mpi"],
-)
-def test_through_mpirun(mpi, signum: signal.Signals) -> None:
-    """Both MPIs pass SIGUSR1 on to every rank, as batch scripts count on; MPICH's mpirun ends by SIGUSR2."""
-    env = environment(1, signals="USR1,USR2")
-    with start(3, ["python", PROGRAM, "plain", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
-        ranks(running)
-        running.kill(running._process.pid, signum)
-    check_stopped(running.result, [0, 1])
+    with start(3, ["python", PROGRAM, case, kind], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        pids = ranks(running)
+        told = [running._process.pid] if who == "mpirun" else [pids[rank] for rank in who]
+        running.kill_all(told, signal.Signals[f"SIG{signum}"])
+    job = running.result
+    check_stopped(job, [0, 1] if servers else [0, 1, 2], common=kind == "dist_sync")
+    assert f"SIG{signum}" in job.stderr
+    assert job.stdout.count("1 handler of its own") == (case == "own handler")
 
 
 def test_program_that_does_not_listen_dies_of_the_second_signal(mpi) -> None:

@@ -22,14 +22,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, "caught"])
+@pytest.mark.parametrize("case", [*CASES, "caught", "never comes"])
 def test_ends_and_says_why(mpi, case: str) -> None:
-    job = mpirun(3, ["python", PROGRAM, case], timeout_s=LIMIT_S, mpi=mpi)
+    limit = {"MPIKV_TIMEOUT_S": "2"} if case == "never comes" else {}
+    job = mpirun(3, ["python", PROGRAM, case], env=limit, timeout_s=LIMIT_S, mpi=mpi)
     assert not job.timed_out, job.output
     assert job.status != 0, job.output
     assert job.ranks_left == [], job.output
     assert "survived" not in job.stdout, job.output
-    if case in CASES:
+    if case == "never comes":
+        assert re.search(r"\[rank [02] of 3 on \S+\] StallError: .* waited 3 s in MPI_Init for the other", job.output)
+    elif case in CASES:
         (line,) = re.findall(r"^mpikv: error: \[rank 1 of 3 on [^\s\]]+\] (.*)$", job.output, re.MULTILINE)
         assert re.match(CASES[case] + r".* \(tests/mpirun/unmet_program.py:\d+\)$", line), job.output
         assert "Traceback" not in job.output
@@ -37,16 +40,6 @@ def test_ends_and_says_why(mpi, case: str) -> None:
     if mpi.kind == "openmpi" and case != "others never come":
         assert "rank 0 comes" in job.stdout, job.output
         assert "rank 2 comes" in job.stdout, job.output
-
-
-def test_never_comes(mpi) -> None:
-    job = mpirun(3, ["python", PROGRAM, "never comes"], env={"MPIKV_TIMEOUT_S": "2"}, timeout_s=LIMIT_S, mpi=mpi)
-    assert not job.timed_out, job.output
-    assert job.status != 0, job.output
-    assert job.ranks_left == [], job.output
-    assert re.search(r"\[rank [02] of 3 on \S+\] StallError: .* waited 3 s in MPI_Init for the other", job.output), (
-        job.output
-    )
 
 
 @pytest.mark.parametrize(("errors", "handler"), [("exception", "ERRORS_RETURN"), ("fatal", "ERRORS_ARE_FATAL")])
