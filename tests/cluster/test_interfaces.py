@@ -105,17 +105,20 @@ def test_one_of_two_that_work(pair: Network, kind: str) -> None:
         assert sent[other] <= MOST
 
 
+INFO = ["python", "-m", "mpikv", "info"]
+
+
 @over("mpich over UCX")
-def test_a_host_that_does_not_have_it(pair: Network, kind: str) -> None:
+@pytest.mark.parametrize("command", [["python", PROGRAM, "1000"], pytest.param(INFO, marks=pytest.mark.cluster_full)])
+def test_a_host_that_does_not_have_it(pair: Network, kind: str, command: list[str]) -> None:
     """The first host has it: then the other one speaks, in a program and in `mpikv info`."""
     pair.run(pair[0], "ip", "link", "add", "only1", "type", "veth", "peer", "name", "air")
     pair.run(pair[0], "ip", "address", "add", "10.99.0.1/24", "dev", "only1")
     for end in ("only1", "air"):
         pair.run(pair[0], "ip", "link", "set", end, "up")
-    for command in (["python", PROGRAM, "1000"], ["python", "-m", "mpikv", "info"]):
-        job = run(pair, kind, command, MPIKV_INTERFACE="only1")
-        assert job.status != 0
-        assert not job.timed_out
-        assert job.ranks_left == []
-        assert "MPIKV_INTERFACE=only1: h2 has no such interface" in job.output
-        assert "eth0 (10.77.0.2/24" in job.output
+    job = run(pair, kind, command, MPIKV_INTERFACE="only1")
+    assert job.status != 0
+    assert not job.timed_out
+    assert job.ranks_left == []
+    assert "MPIKV_INTERFACE=only1: h2 has no such interface" in job.output
+    assert "eth0 (10.77.0.2/24" in job.output

@@ -22,7 +22,7 @@ ONE_OF_TWO = [pytest.param("openmpi", marks=full), "mpich"]
 
 @pytest.fixture
 def options(ssh_hosts: Network) -> list[object]:
-    return ["-n", 3, "-s", 3, "-H", host_file(ssh_hosts), "--launcher", "ssh"]
+    return ["-n", 3, "-s", 0, "-H", host_file(ssh_hosts), "--launcher", "ssh"]
 
 
 def ready(running: Command) -> dict[int, int]:
@@ -33,14 +33,14 @@ def ready(running: Command) -> dict[int, int]:
 # ---- a rank
 
 
+@full
 @pytest.mark.parametrize(
     ("case", "status", "said"),
     [
         ("raises", 1, r"^\[worker 1 @ h2\] .*RuntimeError: boom on one worker$"),
-        pytest.param("exits", 3, r"^mpikv launch: .*worker 1.* h2.*3", marks=full),
+        ("exits", 3, r"^mpikv launch: .*worker 1.* h2.*3"),
     ],
 )
-@pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
 def test_a_failing_rank(  # noqa: PLR0917
     ssh_hosts: Network, mpi: jobs.Mpi, options: list[object], case: str, status: int, said: str
 ) -> None:
@@ -63,8 +63,8 @@ def test_a_killed_rank(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object])
 # ---- the launcher
 
 
-@pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=full)], ids=lambda one: one.name)
+@full
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
 def test_an_ended_launcher(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object], signum: signal.Signals) -> None:
     with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, looping("forever")) as running:
         ready(running)
@@ -107,7 +107,6 @@ def test_a_host_that_crashes(ssh_hosts: Network, mpi: jobs.Mpi, options: list[ob
 
 
 @full
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
 def test_a_host_whose_cable_is_cut(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object]) -> None:
     before = ssh_hosts.snapshot()
     with launched(ssh_hosts, mpi, options, looping("forever"), timeout_s=150) as running:

@@ -20,7 +20,7 @@ MOST = 1.01  # MPI's own headers, barriers, and what TCP sends twice
 JOBS = (
     pytest.param("openmpi", (1, 1, 1), marks=pytest.mark.cluster_full),
     pytest.param("openmpi", (2, 2), marks=pytest.mark.cluster_full),
-    ("openmpi", (3, 1)),
+    pytest.param("openmpi", (3, 1), marks=pytest.mark.cluster_full),
     pytest.param("openmpi", (2, 2, 2), marks=pytest.mark.cluster_full),
     pytest.param("mpich", (1, 1), marks=pytest.mark.cluster_full),
     ("mpich", (2, 2)),

@@ -16,7 +16,7 @@ from launching import run, started
 from needs import find
 from slurm import Slurm
 
-full = pytest.mark.cluster_full
+pytestmark = pytest.mark.cluster_full
 
 TWO_NODES = ["--option", "--nodes=2", "--option", "--ntasks-per-node=3"]
 WORDS = {
@@ -25,7 +25,6 @@ WORDS = {
     "submit slurm --srun": (["submit", "slurm", "-n", 4, *TWO_NODES[:2], "--srun", "--wait", "--"], 4),
     "submit sge": (["submit", "sge", "-n", 4, "-s", 2, "--pe", "mpi_rr", "--wait", "--"], 4),
 }
-SELECTED = {("openmpi", "submit sge")}
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def cluster(request: pytest.FixtureRequest) -> Slurm | GridEngine:
 @pytest.mark.parametrize(
     ("kind", "cluster", "words"),
     [
-        pytest.param(kind, words, words, marks=[] if (kind, words) in SELECTED else full)
+        (kind, words, words)
         for kind in ("openmpi", "mpich")
         for words in WORDS
         if (kind, words) != ("mpich", "submit slurm --srun")  # an error: srun starts Open MPI alone
@@ -63,7 +62,6 @@ def test_training_that_is_waited_for(  # noqa: PLR0917
     training.assert_same_bits(training.read(weights), learned(workers))
 
 
-@full
 @pytest.mark.parametrize(("cluster", "words"), [(name, name) for name in WORDS], indirect=["cluster"])
 def test_ctrl_c_cancels_the_job(cluster: Slurm | GridEngine, words: str, tmp_path: Path) -> None:
     mpi = jobs.find_mpi()

@@ -110,6 +110,11 @@ def two_stores(store: kv.KVStore) -> None:
         one.close()
 
 
+def create_alone(store: kv.KVStore) -> None:
+    if store.rank == 1:
+        kv.create("dist_sync")
+
+
 def version() -> None:
     mpikv._version.__version__ = "0.0.1"
     globals()["fault"] = none

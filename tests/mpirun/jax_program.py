@@ -13,7 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 import mpikv.jax as mj  # noqa: E402
 from mpikv import kv  # noqa: E402
 
-N = 700
+N = 400
 
 
 def main(case: str) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpikv.torch as mt  # registers the backend
 from mpikv import kv
 
-STEPS = 20
+STEPS = 6
 CPU = torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""Three workers of which one stays away, or which wait for each other: `stalls_program.py CASE RANK`.
+"""Three workers of which one stays away: `stalls_program.py CASE RANK`.
 
 Who stays away comes once there is a file $FOLDER/go; the others come together. Prints `survived` where a worker gets to
 the end.
@@ -58,8 +58,6 @@ with kv.create("dist_sync") as store:
     store.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
     if case == "helper":
         with_a_helper(store)
-    elif case == "second_store" and store.rank == victim:
-        kv.create("dist_sync")
     elif store.rank == victim and not case.startswith("before"):
         print(f"rank {victim} stays away", flush=True)
         if case == "stopped":

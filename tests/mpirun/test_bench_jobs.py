@@ -92,21 +92,25 @@ def test_allreduce(n: int, kind: str, tmp_path: Path) -> None:
 
 
 LENET_BYTES = 4 * 431_080
+SERVED = ["sync", RAW, "sync-sgd", "async-sgd"]
 
 
 @pytest.mark.parametrize(
-    ("line", "whats", "size"),
+    ("n", "line", "whats", "sizes"),
     [
-        ("pushpull -b 12 -e 12", ["in place", "out=", "sgd", RAW], (1, 12)),
-        ("model --model lenet", ["ordinary", RAW, PACKED], (len(shapes("lenet")), LENET_BYTES)),
+        (2, "pushpull -b 12 -e 12", ["in place", "out=", "sgd", RAW], [12]),
+        (2, "model --model lenet", ["ordinary", RAW, PACKED], [LENET_BYTES]),
+        # Two workers; every size and variant is a store of its own, served by the same rank.
+        (3, "ps -b 4K -e 16K", SERVED, [4096, 16384]),
     ],
 )
-def test_sums_of_a_store(mpi, tmp_path: Path, line: str, whats: list[str], size: tuple[int, int]) -> None:
-    rows = measured(2, tmp_path, f"{line} --iterations 2", mpi=mpi)[0]["rows"]
-    assert [row["what"] for row in rows if not row["what"].startswith("shared")] == whats
-    assert {(row["arrays"], row["n_bytes"]) for row in rows} == {size}
-    check_rows(rows, 2)
-    assert rows[0]["control_messages"] == 0
+def test_sums_of_a_store(mpi, tmp_path: Path, n: int, line: str, whats: list[str], sizes: list[int]) -> None:  # noqa: PLR0917
+    rows = measured(n, tmp_path, f"{line} --iterations 2", mpi=mpi)[0]["rows"]
+    ours = [row for row in rows if not row["what"].startswith("shared")]
+    assert [(row["n_bytes"], row["what"]) for row in ours] == [(size, what) for size in sizes for what in whats]
+    assert {row["arrays"] for row in rows} == {len(shapes("lenet")) if "lenet" in line else 1}
+    check_rows(rows, 2, ("sync-sgd", "async-sgd"))
+    assert {row["control_messages"] for row in ours if not row["what"].startswith(RAW)} == {0}
 
 
 @pytest.mark.thorough
@@ -130,18 +134,6 @@ def test_training(tmp_path: Path) -> None:
         assert row["difference"] <= 1e-4
         assert 0 < row["ratio_to_alone"] <= row["ratio_p95"]
     assert {row["ratio_to_alone"] for row in by(found["rows"], "alone")} == {1}
-
-
-def test_servers(mpi, tmp_path: Path) -> None:
-    """Two workers; every size and variant is a store of its own, served by the same rank."""
-    found, _ = measured(3, tmp_path, "ps -b 4K -e 16K --iterations 2", mpi=mpi)
-    names = ["sync", RAW, "sync-sgd", "async-sgd"]
-    wanted = [(n_bytes, name) for n_bytes in (4096, 16384) for name in names]
-    assert [(row["n_bytes"], row["what"]) for row in found["rows"]] == wanted
-    check_rows(found["rows"], 2, ("sync-sgd", "async-sgd"))
-    for row in found["rows"]:
-        if row["what"] != RAW:
-            assert row["control_messages"] == 0
 
 
 def test_link(mpi, tmp_path: Path) -> None:
@@ -193,7 +185,3 @@ def test_starts_mpirun_itself(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(path.read_text())["machine"]["ranks"] == 2
-    # What is wrong is said before anything is started, and mpirun's status is the command's.
-    done = subprocess.run([*command, "-b", "8"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "larger than the largest" in done.stderr

@@ -45,7 +45,7 @@ def test_info() -> None:
 
 
 def test_trials_with_it() -> None:
-    job = run(2, str(HERE / "trial_program.py"), "trial", "Works=120", "Segments=120")
+    job = run(2, str(HERE / "trial_program.py"), "Works=120", "Segments=120")
     assert [json.loads(line) for line in job.stdout.splitlines()] == [
         ["Works", True, "tried with 8 MiB"],
         ["Segments", False, "the trial failed: RuntimeError: 0 segments"],

@@ -27,8 +27,9 @@ def test_what_becomes_of_a_child(mpi: Mpi, tmp_path: Path) -> None:
     """Rank 0 of two makes the trials, and goes on whatever becomes of the children."""
     every = mpi.kind == "mpich" or grids.is_full()
     sources = [one for one in SOURCES if every or one.partition("=")[0] in OF_MPI]
-    env = {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "TMPDIR": str(tmp_path)}
-    job = mpirun(2, ["python", str(HERE / "trial_program.py"), "trial", *sources], env=env, mpi=mpi, timeout_s=200)
+    folders = dict.fromkeys(("TMPDIR", "HOME", "XDG_CACHE_HOME"), str(tmp_path))
+    env = {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", **folders}
+    job = mpirun(2, ["python", str(HERE / "trial_program.py"), *sources], env=env, mpi=mpi, timeout_s=200)
     assert (job.status, job.ranks_left) == (0, []), job.output
     found = {said[0]: said[1:] for line in job.stdout.splitlines() if (said := json.loads(line))}
     pointer = found.pop("DevicePointer")
@@ -39,13 +40,4 @@ def test_what_becomes_of_a_child(mpi: Mpi, tmp_path: Path) -> None:
         assert "ended" in str(pointer[1])
     names = {one.partition("=")[0] for one in sources}
     assert found == {name: said for name, said in EXPECTED.items() if name in names}
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("mpikv-trial")] == []
-
-
-def test_the_whole_question(mpi: Mpi, tmp_path: Path) -> None:
-    """The rank that asks lets a child try; the other ranks are told. Nothing is left behind."""
-    env = {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    job = mpirun(2, ["python", str(HERE / "trial_program.py"), "find_out", "Works"], env=env, mpi=mpi, timeout_s=200)
-    assert job.status == 0, job.output
-    assert job.stdout.splitlines() == ["yes: tried with 8 MiB on A2"] * 2
     assert not list(tmp_path.rglob("*mpikv*"))

@@ -2,7 +2,7 @@
 
 Each row is a fault of fault_program.py, by the name of its function. Soon: what is found at once comes before any table
 of a wait, and what has a limit before a longer one, which no test waits for. Two MPIs in one job are in
-tests/jobs/test_library_mix.py.
+test_library_mix.py.
 """
 
 from __future__ import annotations
@@ -116,7 +116,14 @@ FAULTS = {
             rf"{RAISED} MemoryError: init: the value of key 'large': Unable to allocate 64",
         )
     ),
-    "two_stores": circle(rf"close {at('two_stores')}", rf"close {at('two_stores')}"),
+    "two_stores": Fault(
+        (*circle(rf"close {at('two_stores')}", rf"close {at('two_stores')}").said, "They wait in different stores"),
+        warn_s=2,
+    ),
+    "create_alone": Fault(
+        (rf"StallError: worker [02] .* Deadlock: .*rank 1 of 3 {HOST} in kv.create\('dist_sync'\) at .* waits for w",),
+        warn_s=1,
+    ),
     "version": Fault(
         (rf"ConfigError: kv\.create: the version of mpikv differs between ranks: rank 0 .*; rank 1 {HOST}: 0\.0\.1",),
         status=2,

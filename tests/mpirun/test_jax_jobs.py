@@ -30,6 +30,6 @@ def test_an_error_inside_of_a_compiled_program_ends_the_job() -> None:
     assert not job.timed_out, job.output
     assert job.ranks_left == []
     assert "ShapeMismatch: a call of mpikv.jax: the workers differ" in job.stderr
-    assert "worker 0: allreduce(sum) of ['x']: float32[700, 700]; worker 1: allreduce(sum) of ['x']: float32[3]" in (
+    assert "worker 0: allreduce(sum) of ['x']: float32[400, 400]; worker 1: allreduce(sum) of ['x']: float32[3]" in (
         job.stderr
     )

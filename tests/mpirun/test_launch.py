@@ -149,45 +149,28 @@ def test_the_others_have_time_to_save_when_a_rank_fails(mpi: Mpi, case: str, sta
     assert tagged(job, "worker 0")[-1] == "saved"
 
 
-def test_the_process_above_a_rank_is_killed(mpi: Mpi) -> None:
-    with launched(mpi, "-n", "2", "-s", "0", "python", PROGRAM, "stubborn") as running:
-        (pid, _) = worker_pids(running, 2)
-        running.kill(parent(pid))
-    check_end(running.result)
-    assert running.result.status not in (0, None), running.result.output
-    assert "worker 0" in running.result.stderr
-
-
-def test_the_launcher_is_killed(mpi: Mpi) -> None:
+@pytest.mark.parametrize("victim", ["the process above a rank", "the launcher", "mpirun", "Ctrl-C"])
+def test_something_of_the_job_is_killed(mpi: Mpi, victim: str) -> None:
+    """And nothing is left, though ranks have started what does not end by itself."""
     with launched(mpi, "-n", "2", "-s", "1", "python", PROGRAM, "stubborn") as running:
-        worker_pids(running, 2)
-        running.kill(running._process.pid)
-        gone_within(running, END_S)
-    check_end(running.result)
-    assert running.result.status == -signal.SIGKILL
-
-
-def test_mpirun_is_killed(mpi: Mpi) -> None:
-    with launched(mpi, "-n", "2", "-s", "1", "python", PROGRAM, "run") as running:
-        worker_pids(running, 2)
-        (mpirun,) = (pid for pid in running.processes() if parent(pid) == running._process.pid)
+        (pid, _) = worker_pids(running, 2)
+        (mpirun,) = (one for one in running.processes() if parent(one) == running._process.pid)
         segments = list(running._backing.iterdir())
         assert (mpi.kind == "openmpi") == bool(segments)
-        running.kill(mpirun)
+        killed = {"the process above a rank": parent(pid), "mpirun": mpirun}.get(victim, running._process.pid)
+        running.kill(killed, signal.SIGINT if victim == "Ctrl-C" else signal.SIGKILL)
         gone_within(running, END_S)
-        assert [path for path in segments if path.exists()] == []  # which are mpirun's to remove
-    check_end(running.result)
-    assert running.result.status not in (0, -signal.SIGKILL), running.result.output
-
-
-def test_control_c(mpi: Mpi) -> None:
-    with launched(mpi, "-n", "2", "-s", "1", "python", PROGRAM, "stubborn") as running:
-        worker_pids(running, 2)
-        running.kill(running._process.pid, signal.SIGINT)
-        gone_within(running, END_S)
-    check_end(running.result)
-    assert running.result.status == 130, running.result.output
-    assert "no process of the job is left" in running.result.stderr
+        assert victim == "the launcher" or not any(path.exists() for path in segments)  # which are mpirun's to remove
+    job = running.result
+    check_end(job)
+    if victim == "the launcher":
+        assert job.status == -signal.SIGKILL
+    elif victim == "Ctrl-C":
+        assert job.status == 130, job.output
+        assert "no process of the job is left" in job.stderr
+    else:
+        assert job.status > 0, job.output
+        assert victim == "mpirun" or "worker 0" in job.stderr
 
 
 def test_an_mpirun_that_fails(mpi: Mpi) -> None:

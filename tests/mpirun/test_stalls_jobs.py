@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import mpirun, start
+from jobs import start
 
 PROGRAM = str(Path(__file__).with_name("stalls_program.py"))
 LIMIT_S = 60
@@ -30,19 +30,23 @@ def test_who_does_not_come_to_the_start_is_told_of(mpi, case: str, call: str, vi
     assert "mpikv: going on, after a stall of" in running.result.output
 
 
-def test_who_makes_a_second_store_while_others_wait_in_the_first_one(mpi, tmp_path: Path) -> None:
-    env = {"FOLDER": str(tmp_path), "MPIKV_STALL_WARN_S": "1", "MPIKV_TIMEOUT_S": "100"}
-    job = mpirun(3, ["python", PROGRAM, "second_store", "1"], env=env, timeout_s=LIMIT_S, mpi=mpi)
-    assert not job.timed_out, job.output
-    circle = rf"rank 1 of 3 {HOST} in kv.create\('dist_sync'\) at stalls_program\.py:\d+ in <module> waits for worker"
-    assert re.search(rf"StallError: worker [02] .* Deadlock: .*{circle}", job.output), job.output
-
-
 def test_a_thread_that_makes_the_missing_call_is_waited_for(mpi, tmp_path: Path) -> None:
     """The worker waits in one store, for workers that wait for its other thread in another one."""
     env = {"FOLDER": str(tmp_path), "MPIKV_STALL_WARN_S": "0.5", "MPIKV_TIMEOUT_S": "100"}
     with start(3, ["python", PROGRAM, "helper", "1"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
         running.wait_for(rf"mpikv: stalled for .* for worker 1 {HOST}\n", LIMIT_S)
         running.wait_for(rf"mpikv: stalled for .*worker 1 {HOST} waits for worker 0, 2 {HOST}\n", LIMIT_S)
+        (tmp_path / "go").touch()
+    assert (running.result.status, running.result.stdout.count("survived")) == (0, 3), running.result.output
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_worker_that_waits_for_a_late_one_is_waited_for(mpi, kind: str, tmp_path: Path) -> None:
+    """Also when it says for the second time that its limit is over."""
+    env = {"FOLDER": str(tmp_path), "MPIKV_TIMEOUT_S": "4"}
+    said = r"rank 0 of 2.* waited 4 s in close\..* \(in close of another store"
+    line = ["python", str(Path(__file__).with_name("late_program.py")), kind]
+    with start(3, line, env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        running.wait_for(rf"{said}[^\0]*{said}", LIMIT_S)
         (tmp_path / "go").touch()
     assert (running.result.status, running.result.stdout.count("survived")) == (0, 3), running.result.output

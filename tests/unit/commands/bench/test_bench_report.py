@@ -52,6 +52,7 @@ def test_rows_and_their_table() -> None:
     assert SUMS.of(alone).split()[6] == "-"
 
 
+@pytest.mark.thorough
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.png"

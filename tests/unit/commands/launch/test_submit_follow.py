@@ -188,6 +188,8 @@ def test_letters_that_come_in_two_parts(tmp_path: Path) -> None:
 
 SBATCH = """#!/bin/sh
 cat >"$FAKE/script"
+env >"$FAKE/seen"
+cp -p "$FAKE"/.mpikv-*.env "$FAKE/copy" 2>/dev/null
 [ -z "$REFUSE" ] || { echo "sbatch: error: $REFUSE" >&2; exit 1; }
 echo RUNNING >"$FAKE/state"
 [ -n "$HOLD" ] || {
@@ -227,18 +229,28 @@ def settings(script: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_values_of_variables(slurm: dict[str, str], tmp_path: Path, wait: bool) -> None:
-    """In a file that its user alone can read, not in the script nor in what the scheduler takes along."""
-    sbatch = tmp_path / "bin" / "sbatch"
-    text = sbatch.read_text()
-    seen = 'env >"$FAKE/seen"; cp -p "$FAKE"/.mpikv-*.env "$FAKE/copy"\n'
-    sbatch.write_text(text.partition("\n")[0] + "\n" + seen + text.partition("\n")[2])
-    words = ["slurm", "-n", "2", *(["--wait"] if wait else []), "--env", "A=b'c", "--env", "TOKEN", "--env", "LATIN"]
+def test_submit_and_wait(slurm: dict[str, str], tmp_path: Path, wait: bool) -> None:
+    """Values of variables are in a file that its user alone can read, not in the script nor in what the scheduler takes
+    along.
+    """
+    words = [
+        "slurm",
+        "-n",
+        "3",
+        "-s",
+        "1",
+        *["--wait"] * wait,
+        *(f"--env={one}" for one in ("A=b'c", "TOKEN", "LATIN")),
+    ]
     latin = os.fsdecode(b"caf\xe9")  # as an environment may hold it
-    done = submit(tmp_path, *words, "--", "true", latin, env={**slurm, "TOKEN": "s3cret", "LATIN": latin})
+    done = submit(tmp_path, *words, "--", "true", latin, "--wait", env={**slurm, "TOKEN": "s3cret", "LATIN": latin})
     assert done.returncode == (7 if wait else 0), done.stderr
+    assert done.stdout == "hello\nmpikv: job 17 ends with status 7\n" * wait
+    said = ["Slurm job 17: 3 workers, 1 servers; output in train-17.out"]
+    said += ["job 17: running on n1", "job 17: failed, status 7"] * wait
+    assert done.stderr.splitlines() == [f"mpikv submit: {line}" for line in said]
     script, copy = (tmp_path / "script").read_text(errors="surrogateescape"), tmp_path / "copy"
-    assert f"PROGRAM=(true '{latin}')" in settings(script)
+    assert {"#SBATCH --ntasks=4", "SERVERS=1", f"PROGRAM=(true '{latin}' --wait)"} <= set(settings(script))
     (line,) = (line for line in settings(script) if line.startswith("ENV_FILE="))
     for text in (script, (tmp_path / "seen").read_text(), done.stdout, done.stderr):
         assert "s3cret" not in text
@@ -298,21 +310,6 @@ def test_lines_as_one_types_them(line: str, capsys: pytest.CaptureFixture[str]) 
         assert "PROGRAM=(train.py --option --account=y)" in settings(script)
 
 
-def test_submit_and_wait(slurm: dict[str, str], tmp_path: Path) -> None:
-    words = ("slurm", "-n", "3", "-s", "1", "--wait", "--env", "A=b c", "--", "python", "train.py", "--wait")
-    done = submit(tmp_path, *words, env=slurm)
-    assert done.returncode == 7, done.stderr
-    assert done.stdout == "hello\nmpikv: job 17 ends with status 7\n"
-    assert done.stderr.splitlines() == [
-        "mpikv submit: Slurm job 17: 3 workers, 1 servers; output in train-17.out",
-        "mpikv submit: job 17: running on n1",
-        "mpikv submit: job 17: failed, status 7",
-    ]
-    script = (tmp_path / "script").read_text()
-    for line in ("#SBATCH --ntasks=4", "SERVERS=1", "PROGRAM=(python train.py --wait)"):
-        assert line in settings(script)
-
-
 def test_ctrl_c_cancels(slurm: dict[str, str], tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "mpikv", "submit", "slurm", "-n", "3", "--wait", "--", "true"],
@@ -340,11 +337,7 @@ def test_ctrl_c_cancels(slurm: dict[str, str], tmp_path: Path) -> None:
         (("slurm", "-n", "2", "--env", "NOT_SET_HERE", "--", "true"), {}, "NOT_SET_HERE: no such variable"),
         (("slurm", "-n", "2", "--output-dir", "/proc/x", "--", "true"), {}, "--output-dir /proc/x"),
         (("slurm", "-n", "2"), {}, "no command"),
-        (
-            ("slurm", "-n", "2", "--notice", "9", "--", "true"),
-            {},
-            "--notice is gone: it is a line at the top of",
-        ),
+        (("slurm", "-n", "2", "--notice", "9", "--", "true"), {}, "--notice is gone: it is a line at the top of"),
         (
             ("slurm", "-n", "2", "--mem", "4G", "--", "true"),
             {},

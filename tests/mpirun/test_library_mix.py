@@ -29,7 +29,6 @@ def system_mpi() -> Mpi | None:
 
 SYSTEM = system_mpi()
 NAMED = {"MPI4PY_LIBMPI": "libmpi.so.40" if SYSTEM and SYSTEM.kind == "openmpi" else "libmpich.so.12"}
-needs_both = pytest.mark.skipif(OPEN_MPI is None or MPICH is None, reason="needs environments with both wheels")
 needs_system = pytest.mark.skipif(
     SYSTEM is None, reason="no MPI outside the virtual environments (Debian: apt-get install openmpi-bin)"
 )
@@ -49,21 +48,19 @@ def check(job: Job, launcher: str, library: str) -> None:
         assert library in one_library
 
 
-@needs_both
-@pytest.mark.parametrize("line", [STORE, INFO], ids=["store", "info"])
-def test_launcher_of_open_mpi_with_the_library_of_mpich(line: list[str]) -> None:
-    job = mpirun(2, line, mpi=OPEN_MPI, python=MPICH.python)
-    check(job, str(OPEN_MPI.prefix), f"MPICH at {MPICH.prefix}")
+LINES = pytest.mark.parametrize("line", [STORE, INFO], ids=["store", "info"])
 
 
-@needs_both
-def test_launcher_of_mpich_with_the_library_of_open_mpi() -> None:
-    job = mpirun(2, STORE, mpi=MPICH, python=OPEN_MPI.python)
-    check(job, str(MPICH.prefix), f"Open MPI at {OPEN_MPI.prefix}")
+@pytest.mark.skipif(OPEN_MPI is None or MPICH is None, reason="needs environments with both wheels")
+@pytest.mark.parametrize(("mpi", "library"), [("openmpi", "mpich"), ("mpich", "openmpi")], indirect=["mpi"])
+@LINES
+def test_launcher_of_one_wheel_with_the_library_of_the_other(mpi: Mpi, library: str, line: list[str]) -> None:
+    other = {"openmpi": OPEN_MPI, "mpich": MPICH}[library]
+    check(mpirun(2, line, mpi=mpi, python=other.python), str(mpi.prefix), f" at {other.prefix}")
 
 
 @needs_system
-@pytest.mark.parametrize("line", [STORE, INFO], ids=["store", "info"])
+@LINES
 def test_launcher_of_a_wheel_with_the_library_of_the_system(line: list[str]) -> None:
     wheel = find_mpi()
     job = mpirun(2, line, mpi=wheel, python=sys.executable, env=NAMED)
