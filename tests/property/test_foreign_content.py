@@ -124,19 +124,9 @@ def test_what_processes_of_other_users_tell(one: str, other: str) -> None:
 
 
 HEADER = {"format": 1, "role": "worker", "number": 0, "workers": 2, "host": "h", "machine": "a", "pid": 1, "store": "s"}
-EVENTS = [
-    ("push", 0, 9, "w", 1, 8),
-    ("exchange", 5, 9, "w", 1, 8),
-    ("call", 0, 9, "push", 0, 0),
-    ("meet", 1, 2, "w", 1, 8),
-]
-EVENTS += [("clock", 1, 2, ["worker", 0, 5], 0, 0), ("serve", 1, 2, ["w", 0], 1, 8), ("add", 3, 4, "w", 1, 8)]
-EVENTS += [
-    ("encode", 3, 4, "w", 1, 8),
-    ("allgather", 3, 4, "w", 1, 8),
-    ("wait", 3, 6, "w", 1, 8),
-    ("GPU", 3, 4, "w", 1, 8),
-]
+KINDS = {"push": "w", "exchange": "w", "call": "push", "meet": "w", "clock": ["worker", 0, 5], "serve": ["w", 0]}
+KINDS |= dict.fromkeys(("add", "encode", "allgather", "wait", "GPU"), "w")
+EVENTS = [(kind, i % 4, i % 4 + 6, of, 1, 8) for i, (kind, of) in enumerate(KINDS.items())]
 RECORDS = {"thread": "MainThread", "records": EVENTS, "lost": 0}
 
 
@@ -212,10 +202,7 @@ def test_states(content: Any) -> None:
 
 WEIGHTS, KEPT = {"p": np.ones(2, np.float32)}, {"kept": np.zeros(3, np.uint8)}
 NO_STATES = {"meta": {"optimizers": [["trainer0/p", "sgd"]], "configs": []}, "records": []}
-CHECKPOINT = {
-    **{"steps": 3, "examples": 8, "agreed": [1.0, 1], "weights": WEIGHTS, "workers": [KEPT]},
-    **NO_STATES,
-}
+CHECKPOINT = {**{"steps": 3, "examples": 8, "agreed": [1.0, 1], "weights": WEIGHTS, "workers": [KEPT]}, **NO_STATES}
 
 
 def resume(content: bytes) -> bool:

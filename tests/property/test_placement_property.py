@@ -117,24 +117,6 @@ def copy_of(store):
     return Members(*(getattr(store, name) for name in Members.__dataclass_fields__))
 
 
-@given(members(), sizes)
-def test_the_path(store, n):
-    """What the head of mpikv/placement/place.py says of each."""
-    owned_by_workers = store.synchronous and not store.servers
-    assert (store.path == "owners") == (not owned_by_workers)
-    several = len(set(store.hosts)) < len(store.hosts)
-    if not owned_by_workers:
-        assert several or not store.shares_memory
-        return
-    found = place(store, key(0, n))
-    assert found.path == store.path
-    shared = store.config.host_algorithm == store.config.shared_memory == "auto" and store.memory and several
-    here = "direct" if len(set(store.hosts)) == 1 else "hosted"
-    apart = "native" if store.config.algorithm == "native" else "ring"
-    assert found.path == (here if shared else apart)
-    assert place(store, key(0, n), fits=False).path == apart
-
-
 @given(st.integers(0, 300), st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
 def test_bounds_of_hosts(n, hosts):
     """Every host owns as much as the others, and of a host every rank."""

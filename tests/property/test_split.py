@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain, zip_longest
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from mpikv.data import SplitSampler, split_data
 lengths = st.integers(0, 200)
 parts = st.integers(1, 20)
 seeds = st.integers(0, 2**70)
+lasts = st.sampled_from(["uneven", "drop", "wrap"])
 
 
 def all_parts(length: int, num_parts: int, epoch: int, **options: object) -> list[list[int]]:
@@ -28,31 +30,26 @@ def all_parts(length: int, num_parts: int, epoch: int, **options: object) -> lis
     return result
 
 
-@given(lengths, parts, st.integers(0, 1000), seeds, st.booleans())
-def test_uneven_is_a_partition(length: int, num_parts: int, epoch: int, seed: int, shuffle: bool) -> None:
-    split = all_parts(length, num_parts, epoch, seed=seed, shuffle=shuffle, last="uneven")
-    assert sorted(chain(*split)) == list(range(length))
-    assert [len(part) for part in split] == [len(part) for part in np.array_split(np.arange(length), num_parts)]
+options = st.fixed_dictionaries({"seed": seeds, "shuffle": st.booleans(), "last": lasts})
 
 
-@given(lengths, parts, st.integers(0, 1000), seeds, st.booleans())
-def test_drop_leaves_out_the_remainder(length: int, num_parts: int, epoch: int, seed: int, shuffle: bool) -> None:
-    split = all_parts(length, num_parts, epoch, seed=seed, shuffle=shuffle, last="drop")
-    assert {len(part) for part in split} == {length // num_parts}
-    together = list(chain(*split))
-    sampler = SplitSampler(length, num_parts, num_parts - 1, seed=seed, shuffle=shuffle, last="drop")
-    sampler.set_epoch(epoch)
-    assert sorted([*together, *sampler.left.tolist()]) == list(range(length))
-
-
-@given(lengths, parts, st.integers(0, 1000), seeds, st.booleans())
-def test_wrap_repeats_only_what_is_needed(length: int, num_parts: int, epoch: int, seed: int, shuffle: bool) -> None:
-    split = all_parts(length, num_parts, epoch, seed=seed, shuffle=shuffle, last="wrap")
-    assert {len(part) for part in split} == {-(-length // num_parts)}
-    counts = np.bincount(np.array(list(chain(*split)), dtype=int), minlength=length)
-    if length:
-        assert counts.min() >= 1
-        assert counts.max() - counts.min() <= 1
+@given(lengths, parts, st.integers(0, 1000), options)
+def test_parts_of_an_epoch(length: int, num_parts: int, epoch: int, options: dict[str, Any]) -> None:
+    """Each example is in one part; or those beyond equal lengths in none, or as few as make them equal twice."""
+    split = all_parts(length, num_parts, epoch, **options)
+    together, lengths = list(chain(*split)), [len(part) for part in split]
+    if options["last"] == "uneven":
+        assert sorted(together) == list(range(length))
+        assert lengths == [len(part) for part in np.array_split(np.arange(length), num_parts)]
+    elif options["last"] == "drop":
+        assert set(lengths) == {length // num_parts}
+        sampler = SplitSampler(length, num_parts, num_parts - 1, **options)
+        sampler.set_epoch(epoch)
+        assert sorted([*together, *sampler.left.tolist()]) == list(range(length))
+    else:
+        assert set(lengths) == {-(-length // num_parts)}
+        counts = np.bincount(np.array(together, dtype=int), minlength=length)
+        assert length == 0 or 1 <= counts.min() <= counts.max() <= counts.min() + 1
 
 
 @given(lengths, parts, st.integers(1, 16), seeds, st.sampled_from(["uneven", "drop"]))
@@ -67,7 +64,7 @@ def test_a_step_of_all_parts_is_a_step_of_one_process(
         assert sorted(together) == sorted(alone[step * large : (step + 1) * large])
 
 
-@given(lengths, parts, st.data(), seeds, st.sampled_from(["uneven", "drop", "wrap"]))
+@given(lengths, parts, st.data(), seeds, lasts)
 def test_the_rest_of_an_epoch(length: int, after: int, data: st.DataObject, seed: int, last: str) -> None:
     """What parts have had of an epoch and what other parts get of the rest is the epoch, in its order."""
     start = data.draw(st.integers(0, length))

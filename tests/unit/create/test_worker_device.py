@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
+import fresh
 import pytest
 from fake_cupy import Machine
 from fake_gpus import gpu_of
@@ -21,6 +20,7 @@ from mpikv.runtime import cuda_driver
 SYNC, ON_DEVICE = spec.parse("dist_sync"), spec.parse("dist_sync_device")
 TWO = cuda_driver.Devices(("a GPU", "a GPU"), "CUDA 12.8")
 NO_DRIVER = cuda_driver.Devices(problem="no driver")
+UNASKED = DeviceReport().why_none
 
 
 def opened(number: int) -> Any:
@@ -68,25 +68,22 @@ def test_nothing_is_asked_where_nobody_asks_for_it() -> None:
     assert (found.gpu, found.told, found.warning, found.spaces.device) == (None, DeviceReport(), "", None)
 
 
-@pytest.mark.parametrize(("local_rank", "setting", "number"), [(0, "auto", 0), (3, "auto", 1), (0, 1, 1)])
-def test_the_gpu_of_a_worker(local_rank: int, setting: Any, number: int) -> None:
-    found = find(ON_DEVICE, Config(local_device=setting), local_rank, modules={}, ask=lambda: TWO, open_gpu=opened)
-    assert found.gpu is not None
-    assert found.told == DeviceReport(number, found.gpu.uuid, "Fake GPU", "")
-    assert found.spaces.device is not None
-    assert found.spaces.device.device == number
-
-
-def test_without_a_driver_there_is_none_and_no_warning() -> None:
-    found = find(ON_DEVICE, Config(), 0, modules={}, ask=lambda: NO_DRIVER)
-    assert (found.gpu, found.told, found.warning) == (None, DeviceReport(why_none="no driver"), "")
-
-
-def test_a_gpu_that_is_asked_for_by_its_number_and_is_missing() -> None:
-    found = find(SYNC, Config(local_device=2), 0, modules={}, ask=lambda: TWO, open_gpu=opened)
-    assert found.told.error.startswith("MPIKV_LOCAL_DEVICE=2, but this process sees 2 GPUs")
-    found = find(SYNC, Config(local_device=0), 0, modules={}, ask=lambda: NO_DRIVER)
-    assert found.told.error.startswith("MPIKV_LOCAL_DEVICE=0, but this process sees no GPU")
+@pytest.mark.parametrize(
+    ("local_rank", "setting", "driver", "expected"),
+    [  # the number of the GPU, why there is none, and the error
+        *((0, "auto", TWO, (0, "", "")), (3, "auto", TWO, (1, "", "")), (0, 1, TWO, (1, "", ""))),
+        (0, "auto", NO_DRIVER, (None, "no driver", "")),
+        (0, 2, TWO, (None, UNASKED, "MPIKV_LOCAL_DEVICE=2, but this process sees 2 GPUs")),
+        (0, 0, NO_DRIVER, (None, UNASKED, "MPIKV_LOCAL_DEVICE=0, but this process sees no GPU")),
+    ],
+)
+def test_the_gpu_of_a_worker(local_rank: int, setting: Any, driver: Any, expected: tuple[Any, str, str]) -> None:
+    config, (number, why_none, error) = Config(local_device=setting), expected
+    found = find(ON_DEVICE, config, local_rank, modules={}, ask=lambda: driver, open_gpu=opened)
+    uuid, name = (found.gpu.uuid, "Fake GPU") if found.gpu else ("", "")
+    assert found.told._replace(error="") == DeviceReport(number, uuid, name, why_none)
+    assert (found.told.error[: len(error) or None], found.warning) == (error, "")
+    assert (found.spaces.device.device if found.spaces.device else None) == number
 
 
 @pytest.mark.parametrize(
@@ -110,14 +107,8 @@ def test_a_gpu_that_cannot_be_opened() -> None:
 
 
 def test_a_store_of_numpy_imports_no_array_library() -> None:
-    text = """
-import sys
-from mpikv import kv
-with kv.create("local") as store:
-    store.init("w", __import__("numpy").zeros(2))
-assert not {"cupy", "torch", "jax"} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", text], check=True, timeout=120)
+    made = "import numpy, sys; from mpikv import kv; kv.create('local').init('w', numpy.zeros(2))"
+    assert fresh.python(f"{made}; sys.exit(bool({{'cupy', 'torch', 'jax'}} & sys.modules.keys()))").returncode == 0
 
 
 @pytest.mark.parametrize(

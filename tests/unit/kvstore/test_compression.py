@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,7 @@ from on_workers import full, on, uniform
 from store_modes import Mode, every_way
 
 from mpikv import ConfigError, MpikvError, ShapeMismatch, kv, optimizers
-from mpikv.codecs import compression, registry
-from mpikv.codecs.base import Codec, State
+from mpikv.codecs import compression
 from mpikv.codecs.compression import NONE, make
 from mpikv.strategies.client_key import INLINE_BYTES
 
@@ -21,44 +19,17 @@ PART_BYTES = 32
 SIZES = (1, 5, 9, 40, 67)
 
 
-@registry.register
-@dataclass(frozen=True)
-class Rest(Codec):
-    """Whole numbers as int8, and what is left of them with the next push: for sums, and not for weights."""
-
-    name = "rest of tests"
-    has_residual = True
-    step: float = 1.0
-
-    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        return n_elems
-
-    def init(self, n_elems: int) -> State:
-        return {"residual": np.zeros(n_elems, np.float32)}
-
-    def encode(self, values: np.ndarray, state: State) -> np.ndarray:
-        owed = state["residual"] + values
-        data = np.floor(owed / self.step).astype(np.int8)
-        state["residual"][...] = owed - data.astype(np.float32) * np.float32(self.step)
-        return data.view(np.uint8)
-
-    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        out[...] = data.view(np.int8) * np.float32(self.step)
-
-
 # --- what it takes
 
 
 def test_a_compression_has_one_text() -> None:
-    stepped = {"type": "rest of tests", "step": 0.5, "pull": {"type": "bf16"}, "force": True}
+    stepped = {"type": "2bit", "threshold": 0.25, "pull": {"type": "bf16"}, "force": True}
     for params in ("fp16", {"type": "fp16"}, stepped, {"type": "none", "pull": "fp16"}, None):
         found = make(params)
         assert compression.of_text(found.text) == found
     assert make("fp16").text == "fp16"
     assert make("none") == make(None) == make({"type": "none", "force": True}) == NONE
     assert make({"pull": "fp16", "type": "none"}).text == make({"type": "none", "pull": {"type": "fp16"}}).text
-    step = make({"type": "rest of tests", "step": 0.5})
-    assert eval(repr(step.push), {"Rest": Rest}) == step.push
 
 
 @pytest.mark.parametrize(
@@ -81,7 +52,7 @@ def test_wrong_parameters(params: Any, error: type[Exception], text: str) -> Non
 
 def test_one_process_sends_nothing_and_compresses_nothing() -> None:
     store = kv.create("local")
-    store.set_gradient_compression({"type": "rest of tests", "force": True})
+    store.set_gradient_compression({"type": "2bit", "force": True})
     store.init("w", np.zeros(2, np.float32))
     store.push("w", np.full(2, 0.7, np.float32))
     assert store.pull("w").tolist() == np.full(2, 0.7, np.float32).tolist()
@@ -101,7 +72,7 @@ def test_which_keys_are_compressed(hosts: str, link: str) -> None:
 
     def body(store: Any) -> None:
         store.set_gradient_compression({"type": "fp16", "pull": "bf16"})
-        store.set_gradient_compression({"type": "rest of tests", "force": True}, keys=["b", "i"])
+        store.set_gradient_compression({"type": "2bit", "force": True}, keys=["b", "i"])
         store.set_gradient_compression(None, keys="c")
         store.init(["a", "b", "c"], [np.zeros(5, np.float32)] * 3)
         store.init("i", np.zeros(5, np.int32))
@@ -120,7 +91,7 @@ def test_which_keys_are_compressed(hosts: str, link: str) -> None:
             else {}
         )
 
-    forced = '{"force": true, "step": 1.0, "type": "rest of tests"}'
+    forced = make({"type": "2bit", "force": True}).text
     Mode("dist_sync", 2, 1, hosts=hosts).run(body, link=link)
 
 
@@ -168,7 +139,7 @@ def test_values_come_back_rounded_and_stay_whole_at_their_owner(mode: Mode, part
     mode.run(body, compression=PULL16, partition_bytes=part_bytes)
 
 
-REST = make({"type": "none", "pull": {"type": "rest of tests", "step": 1.0}, "force": True})
+REST = make({"type": "none", "pull": {"type": "2bit", "threshold": 1.0}, "force": True})
 
 
 @on(Mode("dist_sync", 3, 2), Mode("dist_sync", 2, 1, memory="off"), compression=REST, partition_bytes=PART_BYTES)
@@ -180,33 +151,34 @@ def test_what_a_sum_still_owes_comes_with_the_next_one(store: Any, W: int) -> No
         assert uniform(out) == expected
 
 
-ROUND_ALONE = {  # by what comes back: the error's text
-    "rest of tests": "key 'w' .* 'pull': 'rest of tests'",
-    "bf16": "'pull': 'bf16' with 'error_feedback' .*: leave 'error_feedback' away",
+NOT_BACK = {  # with their options, and the error's text
+    "2bit": ({"threshold": 2.0}, "key 'w' .* 'pull': '2bit'"),
+    "bf16": ({"error_feedback": True}, "'pull': 'bf16' with 'error_feedback' .*: leave 'error_feedback' away"),
 }
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["init", "set_optimizer"])
-@pytest.mark.parametrize("pull", ROUND_ALONE)
+@pytest.mark.parametrize("pull", NOT_BACK)
 @on(Mode("dist_sync", 2, 1))
 def test_weights_come_back_by_codecs_that_round_alone(mode: Mode, pull: str, before: bool) -> None:
+    options, text = NOT_BACK[pull]
+
     def body(store: Any) -> None:
         calls = {"init": partial(store.init, "w", full(0, 5)), "set_optimizer": partial(store.set_optimizer, "sgd")}
         first, second = calls if before else reversed(calls)
         calls[first]()
-        with pytest.raises(ConfigError, match=f"{second}: .*{ROUND_ALONE[pull]}"):
+        with pytest.raises(ConfigError, match=f"{second}: .*{text}"):
             calls[second]()
         if before:
             store.pushpull("w", value := full(1, 5))
             assert value.tolist() == [2.0] * 5
 
-    codec = {"type": "bf16", "error_feedback": True} if pull == "bf16" else pull
-    mode.run(body, compression=make({"type": "none", "pull": codec, "force": True}))
+    mode.run(body, compression=make({"type": "none", "pull": {"type": pull, **options}, "force": True}))
 
 
 # --- what is not compressed
 
-COARSE = make({"type": "rest of tests", "step": 16.0, "pull": "fp16", "force": True})
+COARSE = make({"type": "2bit", "threshold": 16.0, "pull": "fp16", "force": True})
 
 
 @on(Mode("dist_sync", 2, 1), Mode("dist_sync", 2, 2, memory="off"))
@@ -216,8 +188,8 @@ def test_sums_alone_are_compressed(mode: Mode, part_bytes: int) -> None:
 
     def body(store: Any) -> None:
         store.init("w", full(0, 67))
-        # Of 17 one is owed, so that 48 are pushed with 47.
-        for op, value, expected in (("sum", 17, 32), ("max", exact + store.rank, exact + 1), ("mean", 47, 48)):
+        # Of 17 one is owed, so that 16 are pushed with 15.
+        for op, value, expected in (("sum", 17, 32), ("max", exact + store.rank, exact + 1), ("mean", 15, 16)):
             store.pushpull("w", array := full(value, 67), op=op)
             assert uniform(array) == expected
         with store.session.compressions.suspend():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from on_workers import on
 from store_modes import Mode
-from test_compression import PART_BYTES, Rest
+from test_compression import PART_BYTES
 
 from mpikv import MpikvError, Parameter, StatesFileError, Trainer
 from mpikv.arrays.as_numpy import HostArray
@@ -22,7 +22,7 @@ from mpikv.optimizers.states_file import load_states
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.codec_states import shares
 
-REST = {"type": Rest.name, "force": True}
+REST = {"type": "2bit", "threshold": 2.0, "force": True}
 SIZES = (1, 9, 67)
 KEYS = [str(n) for n in SIZES]
 
@@ -235,7 +235,7 @@ def test_what_another_codec_remembered() -> None:
     (found,) = cut_anew(powersgd, {(0, 4): {"residual": owes}}, [(0, 4)]).values()
     assert found["residual"].tolist() == owes.tolist()
     assert found.keys() == powersgd.init(4).keys()
-    (found,) = cut_anew(Rest(), {(0, 4): {"residual": owes, "q": owes}}, [(0, 4)]).values()
+    (found,) = cut_anew(registry.create("2bit"), {(0, 4): {"residual": owes, "q": owes}}, [(0, 4)]).values()
     assert {name: value.tolist() for name, value in found.items()} == {"residual": owes.tolist()}
     bare = registry.create({"type": "fp16", "error_feedback": False})
     assert cut_anew(bare, {(0, 4): {"residual": owes}}, [(0, 4)]) == {(0, 4): {}}

@@ -10,12 +10,13 @@ import pytest
 from on_workers import on
 from store_modes import ADDING, BOUND, FEW_ON_DEVICE, HYBRID, MESSAGES, SERVED, Mode
 
-from mpikv import optimizers
+from mpikv import RowSparse, optimizers
 
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 SIZES = (0, 1, BOUND - 1, 2 * BOUND, 8 * BOUND + 3)
 # Each size in two dtypes.
 KEYS = {f"{n}-{k}": (np.dtype(DTYPES[(i + k) % 4]), n) for i, n in enumerate(SIZES) for k in (0, 1)}
+ROWS = (7, 3)  # of a row-sparse key
 OPS = ("sum", "mean", "min", "max", "prod")
 ROUNDS = 3  # with each optimizer
 OPTIMIZERS = {
@@ -32,6 +33,12 @@ def value_of(key, worker, number, most=4):
     dtype, n = KEYS[key]
     numbers = np.random.default_rng([n, dtype.itemsize, worker, number])
     return (numbers.standard_normal(n) * 10.0 ** numbers.integers(-3, most, n)).astype(dtype)
+
+
+def rows_of(worker, number):
+    numbers = np.random.default_rng([worker, number])
+    ids = numbers.integers(0, ROWS[0], numbers.integers(0, 9))
+    return RowSparse(ids, numbers.standard_normal((ids.size, ROWS[1])), ROWS)
 
 
 def push(store, number, dice):
@@ -61,6 +68,7 @@ def bits(mode, name="none", *, any_order=False, late=False, **changes):
         number, found = 0, []
         for key, (dtype, n) in KEYS.items():
             store.init(key, np.linspace(-1, 1, n).astype(dtype))
+        store.init("rows", RowSparse.zeros(ROWS, "float64"))
         for i, optimizer in enumerate(OPTIMIZERS[name]):
             early = i > 0 and mode.servers == 1 and not mode.take and 0 < store.rank == i % mode.workers
             if early:
@@ -70,8 +78,10 @@ def bits(mode, name="none", *, any_order=False, late=False, **changes):
             for round_ in range(ROUNDS):
                 if round_ or not early:
                     push(store, number, dice)
+                if optimizer is None:
+                    store.push("rows", rows_of(store.rank, number))
                 number += 1
-                found += [store.pull(key).tobytes() for key in KEYS]
+                found += [value.tobytes() for value in store.pull([*KEYS, "rows"], ignore_sparse=False)]
         for op in OPS if name == "none" else ():
             for key in KEYS:
                 value = value_of(key, store.rank, number, most=1)

@@ -56,10 +56,14 @@ def test_stall_says_who_waits_for_what_and_who_is_missing(store, mode, call, pus
     if call == "pull":
         store.push("w", *values)
         waits = partial(store.pull, "w")
+    elif call == "request":
+        request = store.pushpull_async(keys, values)
+        waits = partial(request.wait, timeout_s=LIMIT_S)
     else:
-        waits = store.pushpull_async(keys, values).wait if call == "request" else partial(store.pushpull, keys, values)
-    with limit(store, LIMIT_S), pytest.raises(StallError) as caught:
+        waits = partial(store.pushpull, keys, values)
+    with limit(store, 60 if call == "request" else LIMIT_S), pytest.raises(StallError) as caught:
         waits()
+    assert call != "request" or not request.test()
     told.set()
     for part in (
         f"worker 0 on localhost (rank 0 of {mode.workers + mode.servers})",

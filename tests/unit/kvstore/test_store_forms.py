@@ -68,39 +68,51 @@ def jax():
     return frameworks.need("jax")
 
 
-def frozen(values):
-    array = np.array(values, F32)
+def frozen(shape, value, dtype):
+    array = np.full(shape, value, dtype)
     array.flags.writeable = False
     return array
 
 
+@pytest.mark.parametrize("library", ["jax", "numpy"])
 @SYNC_KINDS
-def test_arrays_of_jax(store, W, jax):
-    xp = jax.numpy
-    mine = store.rank + 1
-    every = W * (W + 1) / 2
-    store.init(["a", "b", "h"], [xp.zeros(3), xp.zeros((2, 2)), xp.zeros(5, xp.bfloat16)])
-    value = xp.full(3, mine, F32)
+def test_arrays_that_cannot_be_written_to(store, W, library, request):
+    """Their results are new arrays of their library, the caller's alone; others are written to where they stand."""
+    jax = request.getfixturevalue("jax") if library == "jax" else None
+    kind, full = (np.ndarray, frozen) if jax is None else (jax.Array, jax.numpy.full)
+    half = ml_dtypes.bfloat16
+    store.init(["a", "b", "h", "c"], [full(3, 0, F32), full((2, 2), 0, F32), full(5, 0, half), np.zeros(2, F32)])
+    mine, every = store.rank + 1, W * (W + 1) / 2
+    value, plain, device = full(3, mine, F32), np.zeros(2, F32), ForeignDevice().asarray(np.ones(2, F32))
     for _ in range(3):
         first = store.pushpull("a", value)
-        assert isinstance(first, jax.Array)
-        assert first.tolist() == [every] * 3
-    assert value.tolist() == [mine] * 3
-    half = store.pushpull("h", xp.full(5, mine, xp.bfloat16))
-    assert (half.dtype, half.tolist()) == (xp.bfloat16, [every] * 5)
-    a, b = store.pushpull(["a", "b"], [value, xp.full((2, 2), 2 * mine, F32)])
-    assert (a.tolist(), b.tolist()) == ([every] * 3, [[2 * every] * 2] * 2)
-    (devices,) = store.pushpull(["b"], [[xp.ones((2, 2)), xp.full((2, 2), mine, F32)]])
-    assert [isinstance(one, jax.Array) for one in devices] == [True, True]
-    assert [one.tolist() for one in devices] == [[[every + W] * 2] * 2] * 2
+        assert isinstance(first, kind)
+        assert (first.tolist(), value.tolist()) == ([every] * 3, [mine] * 3)
+        plain[:] = 1
+        device.set(np.ones(2, F32))
+        found = store.pushpull(["b", "c"], [full((2, 2), 2 * mine, F32), plain])
+        assert found[1] is plain
+        assert (found[0].tolist(), plain.tolist()) == ([[2 * every] * 2] * 2, [W] * 2)
+        assert store.pushpull(["a", "c"], [value, device])[1] is device
+        assert device.get().tolist() == [W] * 2
+        assert store.pushpull("c", plain) is None
+    found = store.pushpull("h", full(5, mine, half))
+    assert (found.dtype, found.tolist()) == (half, [every] * 5)
+    # A key with several arrays, in two places of the list.
+    found = store.pushpull(["b", "c", "b"], [[full((2, 2), 1, F32), np.ones((2, 2), F32)], plain, full((2, 2), 1, F32)])
+    assert isinstance(found[0][0], kind)
+    assert [one.tolist() for one in (*found[0], found[2])] == [[[3 * W] * 2] * 2] * 3
     request = store.pushpull_async("a", value)
     assert request.wait().tolist() == [every] * 3
     assert request.wait() is request.wait()
     assert store.pushpull("a", value, out := np.zeros(3)) is None
     assert out.tolist() == [every] * 3
-    assert isinstance(store.pull("a", like=value), jax.Array)
-    store.pushpull("a", xp.full(3, 7.0))
-    assert first.tolist() == [every] * 3  # a result is the caller's alone
+    assert isinstance(store.pull("a", like=value), kind)
+    store.pushpull("a", full(3, 7, F32))
+    assert first.tolist() == [every] * 3
+    assert store.pushpull([], []) is None
+    with pytest.raises(ShapeMismatch):
+        store.pushpull("a", full(4, 1, F32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,29 +134,6 @@ def test_tensors_are_written_to(store, W, torch, dtype):
     scalar, empty = torch.ones((), dtype=kind), torch.ones((0, 2), dtype=kind)
     store.pushpull(["scalar", "empty"], [scalar, empty])
     assert scalar.item() == W
-
-
-@SYNC_KINDS
-def test_arrays_that_can_be_written_to_are_where_others_cannot(store, W):
-    store.init(["a", "b", "c"], [np.zeros(2, F32)] * 3)
-    read_only, plain, device = frozen([1, 2]), np.ones(2, F32), ForeignDevice().asarray(np.ones(2, F32))
-    for _ in range(3):
-        plain[:] = 1
-        device.set(np.ones(2, F32))
-        found = store.pushpull(["a", "b", "c"], [read_only, plain, device])
-        assert found[1] is plain
-        assert found[2] is device
-        assert read_only.tolist() == [1, 2]
-        assert type(found[0]) is np.ndarray
-        assert [one.tolist() for one in (*found[:2], device.get())] == [[W, 2 * W], [W, W], [W, W]]
-        assert store.pushpull(["b", "c"], [plain, device]) is None
-    # A key with several arrays, in two places of the list.
-    found = store.pushpull(["a", "b", "a"], [[read_only, np.ones(2, F32)], np.ones(2, F32), read_only])
-    a = [3 * W, 5 * W]
-    assert [one.tolist() for one in (*found[0], found[1], found[2])] == [a, a, [W, W], a]
-    assert store.pushpull([], []) is None
-    with pytest.raises(ShapeMismatch):
-        store.pushpull("a", frozen([1, 2, 3]))
 
 
 @EVERY_KIND

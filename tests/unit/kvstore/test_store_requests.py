@@ -9,7 +9,7 @@ import pytest
 from on_workers import full, on, uniform
 from store_modes import BOUND, FEW_ASYNC, HYBRID, MESSAGES, ONE_HOST, SERVED, TWO_HOSTS, Mode
 
-from mpikv import PeerError, ShapeMismatch, StallError, optimizers
+from mpikv import PeerError, ShapeMismatch, optimizers
 from mpikv.spaces.base import Space
 
 LARGE = 5000  # float32: above the thread transport's eager limit, so that a message is read only when received
@@ -45,22 +45,6 @@ def test_a_result_in_place_of_the_value_is_made_there(mode, monkeypatch):
             assert [uniform(one) / mode.workers for one in (*values, elsewhere)] == [1, 2, 3, 4]
 
     mode.run(body)
-
-
-@on(Mode("dist_sync", 2), SERVED)
-def test_a_wait_with_a_limit_of_its_own(store):
-    store.init("a", full(0))
-    if store.rank == 0:
-        request = store.pushpull_async("a", value := full(1))
-        with pytest.raises(StallError, match=r"0\.05 s.*'a'.*round 1"):
-            request.wait(timeout_s=0.05)
-        assert not request.test()
-        store.barrier()
-        request.wait()
-    else:
-        store.barrier()
-        store.pushpull("a", value := full(1))
-    assert value.tolist() == [2.0] * 4
 
 
 @on(*SYNC)

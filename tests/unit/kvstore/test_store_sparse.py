@@ -1,4 +1,7 @@
-"""Row-sparse keys in every mode, beside the reference store, which is dense; and what they cost."""
+"""Row-sparse keys in every mode, beside the reference store, which is dense; and what they cost.
+
+Their bits: test_store_bits.py. Their states: test_store_states.py.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,10 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from on_workers import limit, on, uniform
 from store_modes import Mode
 
-from mpikv import (
-    KeyNotInitialized,
-    RowSparse,
-    ShapeMismatch,
-    StallError,
-    UnsupportedError,
-    kv,
-    optimizers,
-)
+from mpikv import KeyNotInitialized, RowSparse, ShapeMismatch, StallError, UnsupportedError, kv, optimizers
 from mpikv.testing.reference import ReferenceStore
 
 SHAPE = (11, 2)
@@ -76,33 +69,6 @@ def test_beside_the_reference(store, mode, W, update, dtype):
         for found, wanted in zip(store.pull(["dense", "rows"], ignore_sparse=False), expected, strict=True):
             assert found.tobytes() == wanted.tobytes()
         store.barrier() if not mode.synchronous else None
-
-
-@settings(max_examples=6)
-@given(seed=st.integers(0, 9999), mode=st.sampled_from([*WORKERS[1:4], *SERVERS[1:]]), late=st.booleans())
-def test_same_bits_in_every_mode(seed, mode, late):
-    """Floats of all sizes: the sum depends on the order, which is that of the workers in every mode."""
-    rng = np.random.default_rng(seed)
-    shape, steps = (7, 3), 3
-    grads = {
-        (i, w): RowSparse(ids := rng.integers(0, 7, rng.integers(0, 9)), rng.normal(size=(ids.size, 3)), shape)
-        for i in range(steps)
-        for w in range(mode.workers)
-    }
-    first = rng.normal(size=shape)
-
-    def run(store, pushes):
-        store.set_optimizer(optimizers.Adam(learning_rate=0.1))
-        store.init("rows", RowSparse.of(first))
-        for i in range(steps):
-            store.push("rows", pushes(i))
-        return store.pull("rows", ignore_sparse=False).tobytes()
-
-    with kv.create("local") as store:
-        # One worker with as many devices: the same order, and pushed rows are the same.
-        alone = run(store, lambda i: [grads[i, w] for w in range(mode.workers)])
-    found = mode.run(lambda store: run(store, lambda i: grads[i, store.rank]), late=late)
-    assert found == [alone] * mode.workers
 
 
 # --- what it costs

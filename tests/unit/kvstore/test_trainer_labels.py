@@ -86,63 +86,31 @@ def test_steps_of_the_size_of_the_first_one_are_made_together(store, on_store: b
     assert counts[1:] == [[1, 0, 0], [1, 0, 0], [0, 0, 0], [1, 0, 0]]
 
 
-@ON_STORE
-@EVERY_FORM
-def test_another_rate_stops_all_workers(store, on_store: bool) -> None:
-    parameters, trainer = made(store, on_store, optimizer="sgd", learning_rate=0.5)
-    write(parameters, store.rank, 0)
-    trainer.step(2)
-    before = bits(parameters)
-    if store.rank == 1:
-        trainer.set_learning_rate(0.25)
-    write(parameters, store.rank, 1)
-    with pytest.raises(ConfigError, match=r"learning_rate=0\.5.*learning_rate=0\.25"):
-        trainer.step(2 + store.rank)
-    assert before == bits(parameters)
-    store.close()
-
-
-def allreduced(store, steps: int) -> tuple[dict[str, Parameter], Trainer]:
-    """A trainer that updates by itself, after so many steps."""
+@pytest.mark.parametrize("odd", ["batch_size", "learning_rate", "the last update"])
+@SOME_FORMS
+def test_trainers_that_update_by_themselves_with_different_attributes(store, odd: str) -> None:
+    """Who differs from the start finds out before anybody updates, else in the next call, or in `close`; all do."""
     parameters, trainer = made(store, False, optimizer="sgd", learning_rate=0.5)
-    for step in range(steps):
+    is_odd = store.rank == 2
+    for step in range(2):
         write(parameters, store.rank, step)
         trainer.allreduce_grads()
-        trainer.update(2)
-    write(parameters, store.rank, steps)
-    return parameters, trainer
-
-
-@pytest.mark.parametrize("attribute", ["batch_size", "learning_rate"])
-@SOME_FORMS
-def test_allreduce_and_update_with_different_attributes(store, attribute: str) -> None:
-    """Who differs from the start finds out before anybody updates, else in the next call; all do."""
-    parameters, trainer = allreduced(store, 2)
-    odd = store.rank == 2
-    if odd and attribute == "learning_rate":
+        if is_odd and step == 1 and odd == "the last update":
+            trainer.set_learning_rate(1.5)
+        trainer.update(4 if is_odd and step == 1 and odd == "batch_size" else 2)
+    if odd == "the last update":
+        with pytest.raises(ConfigError, match=r"close: .*worker 2 on \S+: the last update's learning_rate=1\.5"):
+            store.close()
+        return
+    trainer.optimizer.rescale_grad = 0.5  # on all
+    if is_odd and odd == "learning_rate":
         trainer.set_learning_rate(1.5)
-    if attribute == "batch_size":
-        trainer.allreduce_grads()
-        trainer.update(4 if odd else 2)
-        trainer.optimizer.rescale_grad = 0.5  # on all
     before = bits(parameters)
-    with pytest.raises(ConfigError) as caught:
+    text = "rescale_grad=0.25" if odd == "batch_size" else "learning_rate=1.5"
+    with pytest.raises(ConfigError, match=rf"worker 2 on \S+: .*{text}"):
         trainer.allreduce_grads()
     store.close()  # which says nothing that was said
     assert before == bits(parameters)
-    assert ("rescale_grad=0.25" if attribute == "batch_size" else "learning_rate=1.5") in str(caught.value)
-    assert "worker 2" in str(caught.value)
-
-
-@SOME_FORMS
-def test_what_the_last_update_was_made_with_is_compared_by_close(store) -> None:
-    _, trainer = allreduced(store, 1)
-    trainer.allreduce_grads()
-    if store.rank == 2:
-        trainer.set_learning_rate(1.5)
-    trainer.update(2)
-    with pytest.raises(ConfigError, match=r"close: .*worker 2 on \S+: the last update's learning_rate=1\.5"):
-        store.close()
 
 
 @on(Form(2))

@@ -43,11 +43,6 @@ def test_what_launchers_make(layout):
                 assign(hosts, n, "hosts")
 
 
-def test_the_last_hosts_that_fit():
-    assert assign("aabcccdd", 3, "hosts").servers == (2, 6, 7)  # d and b, the last ones that make three
-    assert assign("abccddd", 2, "hosts").servers == (2, 3)
-
-
 def test_numbers_that_work_are_named():
     with pytest.raises(ConfigError) as caught:
         assign(["a"] * 4 + ["b"] * 4 + ["c"] * 4, 5, "hosts")
