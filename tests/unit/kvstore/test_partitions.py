@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import numpy as np
@@ -19,22 +20,29 @@ NEVER = 10**9  # elements: keys stay whole
 
 
 def messages(mode, sizes, call):
-    """Messages and bytes of one `call(store, keys, arrays)` by every worker: those of three minus those of two."""
-    counts = []
-    for calls in (2, 3):
+    """Messages and bytes of one `call(store, keys, arrays)` by every worker, the third one."""
+    fabric = Fabric(mode.workers + mode.servers, tuple(mode.hosts) or None)
+    counts, all_are_here = [], threading.Barrier(mode.workers)
 
-        def body(store, calls=calls):
-            keys = [str(i) for i in range(len(sizes))]
-            store.init(keys, [np.zeros(n, np.float32) for n in sizes])
-            arrays = [np.ones(n, np.float32) for n in sizes]
-            for _ in range(calls):
-                call(store, keys, arrays)
-            store.barrier()  # a worker that leaves long before the others is told of
+    def count(store):
+        """While nobody is in a call."""
+        all_are_here.wait(60)
+        if store.rank == 0:
+            counts.append(np.array([fabric.sent_messages, fabric.sent_bytes]))
+        all_are_here.wait(60)
 
-        fabric = Fabric(mode.workers + mode.servers, tuple(mode.hosts) or None)
-        mode.run(body, fabric=fabric, bigarray_bound_elems=NEVER)
-        counts.append(np.array([fabric.sent_messages, fabric.sent_bytes]))
-    return (counts[1] - counts[0]).tolist()
+    def body(store):
+        keys, arrays = [str(i) for i in range(len(sizes))], [np.ones(n, np.float32) for n in sizes]
+        store.init(keys, [np.zeros(n, np.float32) for n in sizes])
+        for _ in range(2):
+            call(store, keys, arrays)
+        count(store)
+        call(store, keys, arrays)
+        count(store)
+
+    mode.run(body, fabric=fabric, bigarray_bound_elems=NEVER)
+    before, after = counts
+    return (after - before).tolist()
 
 
 def pushes(store, keys, arrays):

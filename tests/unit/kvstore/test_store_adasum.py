@@ -25,7 +25,7 @@ MESSAGES = (Mode("dist_sync", 4, memory="off"), *(Mode("dist_sync", 3, 0, one) f
 HOSTS = (Mode("dist_sync", 3, hosts="aab"), Mode("dist_sync", 5, hosts="aabbc", memory="off"))
 ON_DEVICE = tuple(mode for mode in FEW_ON_DEVICE if not mode.servers)
 WORKERS_OWN = (*DIRECT, *MESSAGES, *HOSTS)
-SHAPES = {"a": (1001,), "b": (3, 5), "c": (20_001,), "d": (), "e": (0,)}
+SHAPES = {"a": (1001,), "b": (3, 5), "c": (5001,), "d": (), "e": (0,)}
 
 
 @functools.lru_cache

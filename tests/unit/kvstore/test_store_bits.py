@@ -18,7 +18,7 @@ SIZES = (0, 1, BOUND - 1, 2 * BOUND, 8 * BOUND + 3)
 KEYS = {f"{n}-{k}": (np.dtype(DTYPES[(i + k) % 4]), n) for i, n in enumerate(SIZES) for k in (0, 1)}
 ROWS = (7, 3)  # of a row-sparse key
 OPS = ("sum", "mean", "min", "max", "prod")
-ROUNDS = 3  # with each optimizer
+ROUNDS = 2  # with each optimizer
 OPTIMIZERS = {
     "none": [None],
     "in turn": [

@@ -11,13 +11,16 @@ from store_modes import Mode
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.errors import UnsupportedError
 from mpikv.strategies.client_key import INLINE_BYTES
+from mpikv.testing import ranks
 from mpikv.testing.ranks import RankError
 from mpikv.transports import wire
 
 
 @pytest.fixture(autouse=True)
 def few_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ranks whose partners have failed are not waited for."""
     monkeypatch.setattr(wire, "PAYLOAD_TAGS", 4)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.1)
 
 
 def test_more_servers_than_tags() -> None:
