@@ -367,17 +367,19 @@ def test_a_key_that_moves_goes_on_with_its_rounds():
 
 
 @pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_reductions(op, workers):
-    session, found = Session(workers, Synchronous), REDUCTIONS[op]
-    session.send(0, *init_request(0, np.float32))
-    arrays = [np.float32([worker + 1, 6 - 2 * worker, 3]) for worker in range(workers)]
+def test_reductions(op, dtype, workers):
+    """Of float16 in float32, in which 2048 + 1 is not 2048."""
+    session, found, key = Session(workers, Synchronous), REDUCTIONS[op], 2
+    session.send(0, *init_request(key, dtype))
+    arrays = [np.float32([worker + 1, 6 - 2 * worker, *[1 if worker else 2048] * 6]) for worker in range(workers)]
     expected = functools.reduce(found.combine, arrays) / (workers if op == "mean" else 1)
     for round_ in (1, 2):
         for worker in reversed(range(workers)):
-            session.send(worker, wire.Header(wire.PUSHPULL, 0, 8, 0, round_, op=found.code), arrays[worker])
-        for worker in range(workers):
-            assert session.values(worker, 8).tolist() == expected.tolist()
+            header = wire.Header(wire.PUSHPULL, key, 8, 0, round_, op=found.code)
+            post(session, worker, [(header, arrays[worker].astype(dtype))])
+        assert [session.replies[worker, 8] for worker in range(workers)] == [expected.astype(dtype).tobytes()] * workers
         session.replies.clear()
 
 

@@ -98,8 +98,14 @@ def of_torch():
 def of_jax():
     sparse = frameworks.need("jax.experimental.sparse")
     with pytest.raises(UnsupportedError, match="batches"):
-        RowSparse.of(sparse.BCOO.fromdense(DENSE, n_batch=1))
-    return [(sparse.BCOO.fromdense(DENSE, n_dense=n, nse=4 - n), DENSE) for n in (0, 1)]  # with filling
+        RowSparse.of(sparse.BCOO((np.ones((len(DENSE), 1)), np.zeros((len(DENSE), 1, 1), int)), shape=DENSE.shape))
+    # By elements and by rows, with filling; `fromdense` would have to be compiled.
+    at = np.argwhere(DENSE)
+    elements = sparse.BCOO((np.append(DENSE[tuple(at.T)], 0), np.vstack([at, DENSE.shape])), shape=DENSE.shape)
+    ids = np.flatnonzero(DENSE.any(axis=1))
+    rows = np.vstack([DENSE[ids], np.zeros((1, DENSE.shape[1]))])
+    by_rows = sparse.BCOO((rows, np.append(ids, len(DENSE))[:, None]), shape=DENSE.shape)
+    return [(elements, DENSE), (by_rows, DENSE)]
 
 
 @pytest.mark.parametrize("kinds", [of_scipy, of_torch, of_jax])

@@ -199,7 +199,9 @@ OF_MATRICES = pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 
 
 @OF_MATRICES
-@on(*FEW, ONE_HOST, TWO_HOSTS, THREE_HOSTS)
+@on(
+    ONE_HOST, THREE_HOSTS, *FEW[::2], FEW[-1], *(pytest.param(mode, marks=pytest.mark.thorough) for mode in FEW[1:-1:2])
+)
 def test_every_check(store, mode):
     every_check(store, mode)
 
