@@ -378,35 +378,6 @@ def prove_as_launcher(connection: socket.socket, place: str) -> tuple[bytes, byt
     return nonce, given
 
 
-class Disturbed(Job):
-    """A job of one rank that goes on until strangers have done what they do; then it must end well."""
-
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        super().__init__([f"{READY}; {GO}"], limits._replace(job=120.0))
-
-    def dial(self) -> socket.socket:
-        connection = socket.create_connection(self.watch.addresses[0])
-        connection.settimeout(30)
-        return connection
-
-    def disturb(self, act: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
-        failures = []
-
-        def then_go() -> None:
-            try:
-                act()
-            except BaseException as error:
-                failures.append(error)
-            self.go()
-
-        with when_started(self, then_go):
-            verdict = self.run()
-        if failures:
-            raise failures[0]
-        assert verdict == JobEnd(0, "")
-        assert capfd.readouterr().err == ""
-
-
 OF_STRANGERS = (
     b"GET / HTTP/1.1\r\nHost: somewhere.else.example.org\r\nAccept: */*\r\n\r\n",
     channel.frame(channel.HELLO, b"[" * 100_000),
@@ -422,69 +393,74 @@ OF_RANKS = (  # with the secret, but nonsense: a bug of ours
 )
 
 
-def test_nonsense_ends_the_connection_and_not_the_launcher(capfd: pytest.CaptureFixture[str]) -> None:
+def dial(job: Job) -> socket.socket:
+    connection = socket.create_connection(job.watch.addresses[0])
+    connection.settimeout(30)
+    return connection
+
+
+def nonsense(job: Job) -> None:
     """Without the secret nobody becomes a rank, or gets a proof: the challenge comes, and the end."""
-    job = Disturbed()
-
-    def act() -> None:
-        for data in (*OF_STRANGERS, *OF_RANKS):
-            proves = data in OF_RANKS
-            with channel.connect(job.watch.addresses, SECRET) if proves else job.dial() as one:
-                one.settimeout(30)
-                with contextlib.suppress(ConnectionError):
-                    one.sendall(data)
-                assert len(receive(one, 1000)) in ((0,) if proves else (0, channel.NONCE_BYTES))
-
-    job.disturb(act, capfd)
+    for data in (*OF_STRANGERS, *OF_RANKS):
+        proves = data in OF_RANKS
+        with channel.connect(job.watch.addresses, SECRET) if proves else dial(job) as one:
+            one.settimeout(30)
+            with contextlib.suppress(ConnectionError):
+                one.sendall(data)
+            assert len(receive(one, 1000)) in ((0,) if proves else (0, channel.NONCE_BYTES))
 
 
-def test_a_greeting_that_was_recorded_proves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Disturbed()
-
-    def act() -> None:
-        ((host, port),) = job.watch.addresses
-        nonce = os.urandom(channel.NONCE_BYTES)
-        with job.dial() as rank:
-            challenge = receive(rank, channel.NONCE_BYTES)
-            greeting = nonce + channel.proof(SECRET, "rank", f"{host}:{port}", challenge, nonce)
-            rank.sendall(greeting)
-            answer = receive(rank, channel.PROOF_BYTES)
-            assert answer == channel.proof(SECRET, "launcher", f"{host}:{port}", challenge, nonce)
-        # With the secret, but for a connection to another address; and what a launcher sends is no proof of a rank.
-        for prover, to in (("", ""), ("rank", f"{host}:1"), ("launcher", f"{host}:{port}")):
-            with job.dial() as other:
-                fresh = receive(other, channel.NONCE_BYTES)
-                assert fresh != challenge
-                other.sendall(nonce + channel.proof(SECRET, prover, to, fresh, nonce) if prover else greeting)
-                assert receive(other, 1000) == b""
-
-    job.disturb(act, capfd)
+def recorded_greeting(job: Job) -> None:
+    ((host, port),) = job.watch.addresses
+    nonce = os.urandom(channel.NONCE_BYTES)
+    with dial(job) as rank:
+        challenge = receive(rank, channel.NONCE_BYTES)
+        greeting = nonce + channel.proof(SECRET, "rank", f"{host}:{port}", challenge, nonce)
+        rank.sendall(greeting)
+        answer = receive(rank, channel.PROOF_BYTES)
+        assert answer == channel.proof(SECRET, "launcher", f"{host}:{port}", challenge, nonce)
+    # With the secret, but for a connection to another address; and what a launcher sends is no proof of a rank.
+    for prover, to in (("", ""), ("rank", f"{host}:1"), ("launcher", f"{host}:{port}")):
+        with dial(job) as other:
+            fresh = receive(other, channel.NONCE_BYTES)
+            assert fresh != challenge
+            other.sendall(nonce + channel.proof(SECRET, prover, to, fresh, nonce) if prover else greeting)
+            assert receive(other, 1000) == b""
 
 
-def test_who_says_nothing_is_turned_away(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Disturbed(LIMITS._replace(greeting=0.5))
-
-    def act() -> None:
-        with job.dial() as silent, job.dial() as slow:
-            slow.sendall(b"x")
-            for stranger in (silent, slow):
-                assert len(receive(stranger, 1000)) == channel.NONCE_BYTES
-
-    job.disturb(act, capfd)
+def silence(job: Job) -> None:
+    job.watch._limits = LIMITS._replace(job=120.0, greeting=0.5)  # only now: its rank has been greeted
+    with dial(job) as silent, dial(job) as slow:
+        slow.sendall(b"x")
+        for stranger in (silent, slow):
+            assert len(receive(stranger, 1000)) == channel.NONCE_BYTES
 
 
-def test_only_so_many_strangers_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """The first to come is the first to go; a rank still gets in."""
-    job = Disturbed(LIMITS._replace(greeting=100.0))
+def many(job: Job) -> None:
+    """Only so many at once: the first to come is the first to go, and a rank still gets in."""
+    with contextlib.ExitStack() as open_connections:
+        strangers = [open_connections.enter_context(dial(job)) for _ in range(MORE_STRANGERS + 20)]
+        for stranger in strangers[: len(strangers) - MORE_STRANGERS - 1]:
+            assert len(receive(stranger, 1000)) == channel.NONCE_BYTES
+        channel.connect(job.watch.addresses, SECRET).close()
 
-    def act() -> None:
-        with contextlib.ExitStack() as open_connections:
-            strangers = [open_connections.enter_context(job.dial()) for _ in range(MORE_STRANGERS + 20)]
-            for stranger in strangers[: len(strangers) - MORE_STRANGERS - 1]:
-                assert len(receive(stranger, 1000)) == channel.NONCE_BYTES
-            channel.connect(job.watch.addresses, SECRET).close()
 
-    job.disturb(act, capfd)
+@pytest.mark.parametrize("act", [nonsense, recorded_greeting, silence, many])
+def test_strangers_disturb_no_job(act: Callable[[Job], None], capfd: pytest.CaptureFixture[str]) -> None:
+    """It goes on until they have done what they do, and then ends well."""
+    job, failures = Job([f"{READY}; {GO}"], LIMITS._replace(job=120.0, greeting=100.0)), list[BaseException]()
+
+    def then_go() -> None:
+        try:
+            act(job)
+        except BaseException as error:
+            failures.append(error)
+        job.go()
+
+    with when_started(job, then_go):
+        verdict = job.run()
+    assert not failures, failures
+    assert (verdict, capfd.readouterr().err) == (JobEnd(0, ""), "")
 
 
 def test_it_listens_on_the_addresses_of_the_job_alone() -> None:
