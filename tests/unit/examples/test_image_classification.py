@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,58 +130,33 @@ def test_networks_take_color_and_grey(model: str, monkeypatch: pytest.MonkeyPatc
     assert weights == {"resnet18": 11173962, "resnet18-large": 11173962, "vgg11": 9228362, "lenet": 657080}[model]
 
 
-def two_epochs(workers: int, devices: int) -> list[object]:
-    line = ["--model", "small", "--batch-size", 16 // workers, "--num-devices", devices, "--epochs", 2]
-    return [*line, "--lr-steps", 0.7]
+TWO_EPOCHS = ["--model", "small", "--batch-size", 8, "--epochs", 2]
+KEEPS = [*TWO_EPOCHS, "--gc-force", "--gc-type"]
+LOCAL = ["--model", "small", "--batch-size", 8, "--no-augment", "--lr", 0.01, "--local", 2, "--num-devices", 2]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(data: Path) -> Any:
-    """A function that trains `two_epochs` through, once for all tests."""
-    return functools.cache(lambda workers, devices: train(data, workers, *two_epochs(workers, devices)))
-
-
-@pytest.mark.parametrize(("workers", "devices", "stop"), [(2, 1, 3), (1, 2, 5), (2, 1, 8)])
+@pytest.mark.parametrize(
+    ("workers", "servers", "stop", "line"),
+    [
+        # within an epoch or at its end, with augmentation, batch normalisation and a schedule
+        (2, 0, 3, [*TWO_EPOCHS, "--lr-steps", 0.7]),
+        (1, 0, 5, [*TWO_EPOCHS, "--lr-steps", 0.7, "--batch-size", 16, "--num-devices", 2]),
+        (2, 0, None, TWO_EPOCHS),
+        # what workers keep: velocities, and Adam's means
+        (2, 0, 3, [*KEEPS, "topk", "--optimizer", "sgd"]),
+        (2, 0, 3, [*KEEPS, "1bit", "--num-devices", 2]),
+        # workers that train by themselves
+        (2, 1, 5, [*LOCAL, "--epochs", 2]),
+        (2, 1, 5, [*LOCAL, "--epochs", 2, "--gc-type", "fp16", "--gc-force", "--outer", "nesterov"]),
+    ],
+    ids=str,
+)
 def test_a_resumed_run_is_the_same_run(
-    workers: int, devices: int, stop: int, data: Path, tmp_path: Path, *, undisturbed: Any
-) -> None:
-    """Stopped within an epoch or at its end; bit for bit, with augmentation, batch normalisation and a schedule."""
-    line = two_epochs(workers, devices)
-    through = undisturbed(workers, devices)
-    steps = 2 * (80 // 16)
-    begun = ["--max-steps", stop, "--save", tmp_path / "run"]
-    assert train(data, workers, *line, *begun)[0][1] == stop
-    again = train(data, workers, *line, "--resume", tmp_path / "run")
-    assert again[0][:3] == through[0][:3]
-    assert again[0][1:3] == (steps, 160)
-    for (*_, state), (*_, wanted) in zip(again, through, strict=True):
-        assert same(state, wanted)
-
-
-@pytest.mark.parametrize("more", [["topk", "--optimizer", "sgd"], ["1bit", "--num-devices", 2]], ids=str)
-def test_what_workers_keep_is_resumed(
-    more: list[object], data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Velocities, and Adam's means: bit for bit by as many workers; others are told that they begin with none."""
-    line = ["--model", "small", "--batch-size", 8, "--epochs", 2, "--gc-force", "--gc-type", *more]
-    through = train(data, 2, *line)
-    train(data, 2, *line, "--max-steps", 3, "--save", tmp_path / "run")
-    again = train(data, 2, *line, "--resume", tmp_path / "run")
-    assert [found[:3] for found in again] == [found[:3] for found in through]
-    for (*_, state), (*_, wanted) in zip(again, through, strict=True):
-        assert same(state, wanted)
-    told = "what each of 2 workers kept (worker_state), and 1 go on: they begin with none of it"
-    assert told not in capfd.readouterr().err
-    assert train(data, 1, *line, "--resume", tmp_path / "run")[0][1:3] == (through[0][1] * 2 - 3, 160)
-    assert capfd.readouterr().err.count(told) == 1
-
-
-def test_a_run_that_is_told_to_stop_saves_what_it_has(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the middle of an epoch, by one worker; and goes on as if nothing had happened."""
-    line = ["--model", "small", "--batch-size", 8, "--epochs", 2, "--save", tmp_path / "run"]
-    through = train(data, 2, *line)
+    workers: int, servers: int, stop: int | None, line: list[object], *, data: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Bit for bit. Without a number of steps one worker is told to stop in the middle of an epoch."""
+    through = train(data, workers, *line, num_servers=servers)
     gradients = image_classification.Run.gradients
 
     def stopping(run: Any, x: Any, y: Any) -> float:
@@ -191,13 +165,26 @@ def test_a_run_that_is_told_to_stop_saves_what_it_has(
         return gradients(run, x, y)
 
     with monkeypatch.context() as patched:
-        patched.setattr(image_classification.Run, "gradients", stopping)
-        stopped = train(data, 2, *line)
-    assert [result for result, *_ in stopped] == [None, None]
-    assert 0 < stopped[0][1] < 10
-    again = train(data, 2, *line, "--resume", tmp_path / "run")
-    assert again[0][:3] == through[0][:3]
-    assert same(again[0][3], through[0][3])
+        if stop is None:
+            patched.setattr(image_classification.Run, "gradients", stopping)
+        begun = train(data, workers, *line, "--max-steps", stop or 99, "--save", tmp_path / "run", num_servers=servers)
+    assert 0 < begun[0][1] < 10 if stop is None else begun[0][1] == stop
+    again = train(data, workers, *line, "--resume", tmp_path / "run", num_servers=servers)
+    assert [found[:3] for found in again] == [found[:3] for found in through]
+    assert again[0][1:3] == (10, 160)
+    assert "begin with none" not in capfd.readouterr().err
+    for (*_, state), (*_, wanted) in zip(again, through, strict=True):
+        assert same(state, wanted)
+
+
+def test_another_number_of_workers_begins_without_what_they_kept(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = [*KEEPS, "topk", "--optimizer", "sgd"]
+    train(data, 2, *line, "--max-steps", 3, "--save", tmp_path / "run")
+    assert train(data, 1, *line, "--resume", tmp_path / "run")[0][1:3] == (2 * 10 - 3, 160)
+    told = "what each of 2 workers kept (worker_state), and 1 go on: they begin with none of it"
+    assert capfd.readouterr().err.count(told) == 1
 
 
 @pytest.mark.parametrize(("kind", "num_servers"), [("dist_sync", 2), ("local", 0)])
@@ -214,24 +201,14 @@ def test_devices_servers_and_workers_do_not_change_what_is_learned(kind: str, nu
 
 
 @pytest.mark.parametrize(("kind", "num_servers"), [("dist_sync", 1), ("dist_async", 0)])
-def test_workers_that_train_by_themselves(kind: str, num_servers: int, data: Path, tmp_path: Path) -> None:
-    """They learn, and end with the same weights; a run that is resumed goes on exactly."""
-    line = ["--model", "small", "--batch-size", 8, "--no-augment", "--lr", 0.01, "--local", 2, "--num-devices", 2]
-    found = train(data, 2, *line, "--epochs", 8, kind=kind, num_servers=num_servers)
+def test_workers_that_train_by_themselves(kind: str, num_servers: int, data: Path) -> None:
+    """They learn, and end with the same weights."""
+    found = train(data, 2, *LOCAL, "--epochs", 8, kind=kind, num_servers=num_servers)
     assert found[0][0] is not None
     assert found[0][0] > 0.4  # guessing gives 0.1
     for _, steps, examples, _ in found:
         assert (steps, examples) == (8 * 5, 8 * 80)
-    if kind == "dist_async":
-        return
-    assert same(found[0][3], found[1][3])
-    for more in ([], ["--gc-type", "fp16", "--gc-force", "--outer", "nesterov"]):
-        whole = train(data, 2, *line, *more, "--epochs", 3, num_servers=num_servers)
-        train(data, 2, *line, *more, "--epochs", 1, "--save", tmp_path / "run", num_servers=num_servers)
-        resumed = train(data, 2, *line, *more, "--epochs", 3, "--resume", tmp_path / "run", num_servers=num_servers)
-        for (*_, state), (_, steps, examples, other) in zip(whole, resumed, strict=True):
-            assert (steps, examples) == (3 * 5, 3 * 80)
-            assert same(state, other)
+    assert kind == "dist_async" or same(found[0][3], found[1][3])
 
 
 def test_what_is_wrong_is_said_in_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
