@@ -132,7 +132,8 @@ def joined(chosen: Sequence[Stage]) -> list[Stage]:
     waiting = [stage for stage in chosen if stage.group in ("jobs", "examples", "cluster")]
     if len(waiting) < 2:
         return list(chosen)
-    paths = [path for stage in waiting for path in stage.paths]
+    # Clusters first: one worker then makes all their tests, and sets each up once; the short tests come last.
+    paths = [path for stage in waiting[::-1] for path in stage.paths]
     one = replace(waiting[0], title=", ".join(stage.title for stage in waiting), paths=paths, marks=waiting[-1].marks)
     return [one if stage is waiting[0] else stage for stage in chosen if stage not in waiting[1:]]
 

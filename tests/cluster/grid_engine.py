@@ -20,16 +20,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from namespaces import Network
-from sshd import SEARCH
+import daemons
+from namespaces import Network, wait_until
 
-READY_S = 60.0
 GROUPS = 100
 PROGRAMS = ("sge_qmaster", "sge_execd", "qsub", "qconf")
 LIBRARY = Path("/usr/lib/gridengine")
@@ -85,32 +82,10 @@ qsort_args NONE
 
 def missing() -> str:
     """Why there can be no Grid Engine here; "" where there can."""
-    absent = [program for program in PROGRAMS if shutil.which(program, path=SEARCH) is None]
-    packages = "gridengine-master gridengine-exec gridengine-client"
-    return f"Grid Engine needs {', '.join(absent)} (apt-get install {packages})" if absent else ""
+    return daemons.missing("Grid Engine", PROGRAMS, "gridengine-master gridengine-exec gridengine-client")
 
 
-class GridEngine:
-    """A running cluster. env: what its commands need in their environment."""
-
-    def __init__(self, hosts: Network, folder: Path) -> None:
-        self.hosts = hosts
-        self.folder = folder
-        # The client's programs look up what architecture this is, which takes a while, if they are not told.
-        self.env = {
-            "SGE_ROOT": str(folder / "root"),
-            "SGE_CELL": "default",
-            "SGE_ARCH": "lx-amd64",
-            "SGE_QMASTER_PORT": "6444",
-            "SGE_EXECD_PORT": "6445",
-        }
-
-    def call(
-        self, *command: str, env: Mapping[str, str] | None = None, timeout_s: float = 60, cwd: Path | str = "/"
-    ) -> subprocess.CompletedProcess[str]:
-        """Run one of its commands on the first host, whatever its status."""
-        return self.hosts.call(self.hosts[0], *command, env={**self.env, **(env or {})}, timeout_s=timeout_s, cwd=cwd)
-
+class GridEngine(daemons.Cluster):
     def run(self, *command: str) -> str:
         """Run one of its commands on the first host; what it printed. Raises RuntimeError."""
         return self.hosts.run(self.hosts[0], *command, env=self.env)
@@ -119,9 +94,8 @@ class GridEngine:
         """Submit a script, whose job writes its output to `folder`/job-NUMBER.out, with these variables. The number."""
         names = ",".join(name for name in env if name in named or name.startswith("OMPI_"))
         given = ["-v", names] if names else []
-        done = self.call("qsub", "-terse", "-o", f"{folder}/job-$JOB_ID.out", *given, *words, env=env, cwd=folder)
-        assert done.stdout.strip().isdigit(), done
-        return done.stdout.strip()
+        output = ("-o", f"{folder}/job-$JOB_ID.out")
+        return self.submit_by("qsub", "-terse", *output, *given, *words, env=env, folder=folder)
 
     def running(self, number: str) -> bool:
         return self.state(number) != ""
@@ -143,43 +117,56 @@ class GridEngine:
 
     def state(self, number: int | str) -> str:
         """A job's state in `qstat`: qw (waits), r (runs), hqw, Rq, ...; "" when it is gone."""
-        deadline = time.monotonic() + READY_S
-        while (shown := self.call("qstat", "-u", "*")).returncode != 0:  # the master is busy, which is no end of a job
-            assert time.monotonic() < deadline, shown
-            time.sleep(0.2)
-        for line in shown.stdout.splitlines():
-            fields = line.split()
-            if fields and fields[0] == str(number):
-                return fields[4]
-        return ""
+        shown: list[subprocess.CompletedProcess[str]] = []
+
+        def answered() -> bool:  # not where the master is busy, which is no end of a job
+            shown.append(self.call("qstat", "-u", "*"))
+            return shown[-1].returncode == 0
+
+        wait_until(answered, lambda: str(shown[-1]))
+        lines = (line.split() for line in shown[-1].stdout.splitlines())
+        return next((fields[4] for fields in lines if fields[:1] == [str(number)]), "")
 
     def wait_for(self, number: int | str, states: str, timeout_s: float = 30) -> None:
         """Wait until a job's state matches; "" is the end."""
-        deadline = time.monotonic() + timeout_s
-        while not re.fullmatch(states, state := self.state(number)):
-            assert time.monotonic() < deadline, f"job {number} is {state!r}, not {states!r} after {timeout_s:g} s"
-            time.sleep(0.2)
+        wait_until(
+            lambda: re.fullmatch(states, self.state(number)),
+            lambda: f"job {number} is {self.state(number)!r}, not {states!r}",
+            timeout_s,
+        )
 
     def logs(self) -> str:
-        files = sorted((self.folder / "spool").rglob("messages")) + sorted(self.folder.glob("*.output"))
-        return "\n".join(f"--- {file}\n" + "\n".join(file.read_text().splitlines()[-15:]) for file in files)
+        return daemons.last_lines(
+            [*sorted((self.folder / "spool").rglob("messages")), *sorted(self.folder.glob("*.output"))]
+        )
 
 
 @contextlib.contextmanager
 def grid_engine(hosts: Network, slots: int = 4) -> Iterator[GridEngine]:
     """A cluster of all hosts with so many slots each, until the end of the block."""
     folder = hosts.folder / "sge"
-    cluster = GridEngine(hosts, folder)
+    # The client's programs look up what architecture this is, which takes a while, if they are not told.
+    ports = {"SGE_QMASTER_PORT": "6444", "SGE_EXECD_PORT": "6445"}
+    env = {"SGE_ROOT": str(folder / "root"), "SGE_CELL": "default", "SGE_ARCH": "lx-amd64", **ports}
+    cluster = GridEngine(hosts, folder, env)
     _cell(cluster)
+
+    def start(i: int, program: str) -> None:
+        log = folder / f"{program}.{hosts[i].name}.output"
+        daemons.start(stack, hosts, i, program, env={**env, "SGE_ND": "true"}, log=log)
+
+    def wait(reached: Callable[[], bool], what: str) -> None:
+        wait_until(reached, lambda: f"{what} did not come up\n{cluster.logs()}")
+
     with contextlib.ExitStack() as stack:
-        _daemon(stack, cluster, 0, "sge_qmaster")
-        _wait(cluster, lambda: cluster.call("qconf", "-sconf").returncode == 0, "qmaster")
+        start(0, "sge_qmaster")
+        wait(lambda: cluster.call("qconf", "-sconf").returncode == 0, "qmaster")
         _configure(cluster, slots)
         for i in range(len(hosts)):
-            _daemon(stack, cluster, i, "sge_execd")
+            start(i, "sge_execd")
         # A host is ready when its queue shows a load and no state (u: nothing heard of it).
         ready = re.compile(r"^all\.q@\w+ +BIP +[\d/]+ +[\d.]+ +\S+ *$", re.M)
-        _wait(cluster, lambda: len(ready.findall(cluster.call("qstat", "-f").stdout)) == len(hosts), "execd")
+        wait(lambda: len(ready.findall(cluster.call("qstat", "-f").stdout)) == len(hosts), "execd")
         yield cluster
 
 
@@ -253,19 +240,3 @@ def _add(cluster: GridEngine, option: str, text: str) -> None:
     file = cluster.folder / "object"
     file.write_text(text)
     cluster.run("qconf", option, str(file))
-
-
-def _daemon(stack: contextlib.ExitStack, cluster: GridEngine, host: int, program: str) -> None:
-    path = shutil.which(program, path=SEARCH)
-    assert path is not None, missing()
-    log = cluster.folder / f"{program}.{cluster.hosts[host].name}.output"
-    daemon = cluster.hosts.start(cluster.hosts[host], path, env={**cluster.env, "SGE_ND": "true"}, log=log)
-    stack.callback(lambda: (daemon.kill(), daemon.wait()))
-
-
-def _wait(cluster: GridEngine, condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + READY_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what} did not come up within {READY_S:g} s\n{cluster.logs()}")
-        time.sleep(0.1)

@@ -2,7 +2,6 @@
 
     with network(3, rate_mbit=200) as hosts:
         job = jobs.mpirun(6, ["python", "train.py"], mpi=hosts.mpi(jobs.find_mpi()), options=hosts.options(mpi, 2))
-        sent_bytes = hosts[0].sent_bytes()
 
 A host has a network, a name, System V memory and mounts of its own: hostname h1, h2, ..., address 10.77.0.1, .2, ...,
 /etc/hosts, /dev/shm, /run and a disk at `Network.local`. Its one interface, eth0, is a virtual cable to a bridge in a
@@ -28,7 +27,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,16 +91,6 @@ class Host:
     name: str
     address: str
     pid: int
-
-    def sent_bytes(self) -> int:
-        """Bytes that its interface has sent since it exists, packet headers included."""
-        return self._counters()[8]
-
-    def _counters(self) -> list[int]:
-        # Linux, Documentation/networking/statistics.rst: bytes, packets and six more received, then the same sent.
-        lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()
-        (line,) = (line for line in lines if line.strip().startswith("eth0:"))
-        return [int(number) for number in line.split(":")[1].split()]
 
 
 class Network:
@@ -203,11 +192,11 @@ class Network:
 
     def wait_up(self, host: Host, device: str = "eth0") -> None:
         """Wait until an interface says that it is up, for which the kernel may take a second; UCX refuses it before."""
-        deadline = time.monotonic() + READY_S
-        while "state UP" not in (shown := self.run(host, "ip", "-o", "link", "show", "dev", device)):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{host.name}: {device} is not up after {READY_S:g} s: {shown}")
-            time.sleep(0.02)
+
+        def shown() -> str:
+            return self.run(host, "ip", "-o", "link", "show", "dev", device)
+
+        wait_until(lambda: "state UP" in shown(), lambda: f"{host.name}: {device} is not up: {shown()}")
 
     def crash(self, host: Host) -> None:
         """Kill all processes of a host, daemons too, as a loss of power does; its link stays up."""
@@ -237,6 +226,14 @@ class Network:
         file = self.folder / ("hostfile-" + "-".join(map(str, each)))
         file.write_text("".join(f"{host.name} slots={n}\n" for host, n in zip(self.hosts, each, strict=True)))
         return ["--prtemca", "plm_ssh_agent", agent, "--hostfile", str(file), "--mca", "btl_tcp_if_include", "eth0"]
+
+
+def wait_until(reached: Callable[[], object], why: Callable[[], str], limit_s: float = READY_S) -> None:
+    """Wait until it is so. why: what is said where it is not within the limit."""
+    deadline = time.monotonic() + limit_s
+    while not reached():
+        assert time.monotonic() < deadline, f"after {limit_s:g} s: {why()}"
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
-import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from namespaces import Network
-from sshd import SEARCH
+import daemons
+from namespaces import Network, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-READY_S = 40.0
 FINAL = "COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY"  # states of ended jobs
 CONFIGURATION = """\
 ClusterName=mpikvtest
@@ -73,32 +69,18 @@ PartitionName=test Nodes={names} Default=YES MaxTime=30 State=UP OverSubscribe=N
 
 def missing() -> str:
     """Why there can be no Slurm here; "" where there can."""
-    absent = [program for program in PROGRAMS if shutil.which(program, path=SEARCH) is None]
-    return f"Slurm needs {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client munge)" if absent else ""
+    return daemons.missing("Slurm", PROGRAMS, "slurmctld slurmd slurm-client munge")
 
 
-class Slurm:
-    """A running cluster. env: what its commands need in their environment."""
-
-    def __init__(self, hosts: Network, folder: Path) -> None:
-        self.hosts = hosts
-        self.folder = folder
-        self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
-
-    def call(
-        self, *command: str, env: Mapping[str, str] | None = None, timeout_s: float = 60, cwd: Path | str = "/"
-    ) -> subprocess.CompletedProcess[str]:
-        """Run one of its commands on the first host, whatever its status."""
-        return self.hosts.call(self.hosts[0], *command, env={**self.env, **(env or {})}, timeout_s=timeout_s, cwd=cwd)
-
+class Slurm(daemons.Cluster):
     def submit(self, words: Sequence[str], folder: Path, env: Mapping[str, str], _named: Sequence[str]) -> str:
         """Submit a script, whose job writes its output to `folder`/job-NUMBER.out. The number."""
-        done = self.call("sbatch", "--parsable", f"--output={folder}/job-%j.out", *words, env=env, cwd=folder)
-        assert done.stdout.strip().isdigit(), done
-        return done.stdout.strip()
+        output = f"--output={folder}/job-%j.out"
+        return self.submit_by("sbatch", "--parsable", output, *words, env=env, folder=folder)
 
     def running(self, number: str) -> bool:
-        return self.wait_for(number, ".+")["JobState"] not in FINAL.split("|")  # a busy controller may give no answer
+        self.wait_for(number, ".+")  # a busy controller may give no answer
+        return self.job(number).get("JobState") not in FINAL.split("|")
 
     def wait_for_end(self, number: str, timeout_s: float) -> None:
         self.wait_for(number, FINAL, timeout_s)
@@ -119,16 +101,15 @@ class Slurm:
         shown = self.call("scontrol", "--oneliner", "show", "job", str(number)).stdout
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
-    def wait_for(self, number: int | str, states: str, timeout_s: float = 30) -> dict[str, str]:
-        deadline = time.monotonic() + timeout_s
-        while not re.fullmatch(states, (job := self.job(number)).get("JobState", "")):
-            assert time.monotonic() < deadline, f"job {number} is not {states} after {timeout_s:g} s: {job}"
-            time.sleep(0.1)
-        return job
+    def wait_for(self, number: int | str, states: str, timeout_s: float = 30) -> None:
+        wait_until(
+            lambda: re.fullmatch(states, self.job(number).get("JobState", "")),
+            lambda: f"job {number} is not {states}: {self.job(number)}",
+            timeout_s,
+        )
 
     def logs(self) -> str:
-        files = sorted((self.folder / "log").iterdir())
-        return "\n".join(f"--- {file.name}\n" + "\n".join(file.read_text().splitlines()[-15:]) for file in files)
+        return daemons.last_lines(sorted((self.folder / "log").iterdir()))
 
 
 @contextlib.contextmanager
@@ -145,18 +126,18 @@ def slurm(hosts: Network, cpus: int = 4) -> Iterator[Slurm]:
     names = ",".join(host.name for host in hosts.hosts)
     text = CONFIGURATION.format(first=hosts[0].name, folder=folder, names=names, cpus=cpus)
     (folder / "slurm.conf").write_text(text)
-    cluster = Slurm(hosts, folder)
+    cluster = Slurm(hosts, folder, {"SLURM_CONF": str(folder / "slurm.conf")})
     with contextlib.ExitStack() as stack:
         _munged(stack, hosts, folder / "munge")
-        _daemon(stack, hosts, 0, "slurmctld", "-D", "-c", "-f", str(folder / "slurm.conf"), log=folder / "log" / "ctld")
+        command = ("slurmctld", "-D", "-c", "-f", str(folder / "slurm.conf"))
+        daemons.start(stack, hosts, 0, *command, log=folder / "log" / "ctld")
         for i, host in enumerate(hosts.hosts):
             command = ("slurmd", "-D", "-f", str(folder / "slurm.conf"), "-N", host.name)
-            _daemon(stack, hosts, i, *command, log=folder / "log" / f"{host.name}.output")
-        deadline = time.monotonic() + READY_S
-        while cluster.call("sinfo", "-h", "-N", "-o", "%T").stdout.split() != ["idle"] * len(hosts):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"Slurm did not come up within {READY_S:g} s\n{cluster.logs()}")
-            time.sleep(0.1)
+            daemons.start(stack, hosts, i, *command, log=folder / "log" / f"{host.name}.output")
+        wait_until(
+            lambda: cluster.call("sinfo", "-h", "-N", "-o", "%T").stdout.split() == ["idle"] * len(hosts),
+            lambda: f"Slurm did not come up\n{cluster.logs()}",
+        )
         yield cluster
 
 
@@ -168,19 +149,5 @@ def _munged(stack: contextlib.ExitStack, hosts: Network, folder: Path) -> None:
     files = [f"--{name}-file={folder / name}" for name in ("key", "pid", "log", "seed")]
     # --force: it refuses a folder below one that others may write to, as /tmp is.
     command = ("munged", "--foreground", "--force", *files, f"--socket={folder / 'socket'}")
-    daemon = _daemon(stack, hosts, 0, *command, log=folder / "output")
-    deadline = time.monotonic() + READY_S
-    while not (folder / "socket").exists():
-        if time.monotonic() > deadline or daemon.poll() is not None:
-            raise RuntimeError(f"munged did not start:\n{(folder / 'output').read_text()}")
-        time.sleep(0.02)
-
-
-def _daemon(
-    stack: contextlib.ExitStack, hosts: Network, host: int, program: str, *arguments: str, log: Path
-) -> subprocess.Popen[str]:
-    path = shutil.which(program, path=SEARCH)
-    assert path is not None, missing()
-    daemon = hosts.start(hosts[host], path, *arguments, log=log)
-    stack.callback(lambda: (daemon.kill(), daemon.wait()))
-    return daemon
+    daemons.start(stack, hosts, 0, *command, log=folder / "output")
+    wait_until((folder / "socket").exists, lambda: f"munged did not start:\n{(folder / 'output').read_text()}")

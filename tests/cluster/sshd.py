@@ -12,15 +12,13 @@ Needs the packages openssh-server and openssh-client.
 from __future__ import annotations
 
 import contextlib
-import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from namespaces import READY_S, Network
+import daemons
+from namespaces import Network, wait_until
 
 PROGRAMS = ("sshd", "ssh", "ssh-keygen")
-SEARCH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"  # daemons lie in sbin
 
 # ClientAlive: the process that serves a connection ends with a client that has gone without a word, as where it is cut
 # off; by default it waits for two hours.
@@ -55,8 +53,7 @@ Host *
 
 def missing() -> str:
     """Why there can be no sshd here; "" where there can."""
-    absent = [program for program in PROGRAMS if shutil.which(program, path=SEARCH) is None]
-    return f"ssh needs {', '.join(absent)} (apt-get install openssh-server openssh-client)" if absent else ""
+    return daemons.missing("ssh", PROGRAMS, "openssh-server openssh-client")
 
 
 @contextlib.contextmanager
@@ -70,28 +67,17 @@ def sshd(hosts: Network) -> Iterator[Path]:
     (folder / "known_hosts").write_text("".join(f"{h.name},{h.address} {host_key}\n" for h in hosts.hosts))
     (folder / "server").write_text(SERVER.format(folder=folder))
     (folder / "client").write_text(CLIENT.format(folder=folder))
-    program = shutil.which("sshd", path=SEARCH)
-    assert program is not None, missing()
-    daemons = []
-    for host in hosts.hosts:
-        hosts.run(host, "mkdir", "-p", "/run/sshd")  # where it locks itself up before a login
-        hosts.run(host, "mount", "--bind", str(folder / "client"), "/etc/ssh/ssh_config")
-        log = folder / f"{host.name}.log"
-        daemons.append(hosts.start(host, program, "-D", "-e", "-f", str(folder / "server"), log=log))
-    try:
+    dial = "import socket, sys; socket.create_connection((sys.argv[1], 22), 1).close()"
+    with contextlib.ExitStack() as stack:
+        for i, host in enumerate(hosts.hosts):
+            hosts.run(host, "mkdir", "-p", "/run/sshd")  # where it locks itself up before a login
+            hosts.run(host, "mount", "--bind", str(folder / "client"), "/etc/ssh/ssh_config")
+            log = folder / f"{host.name}.log"
+            daemons.start(stack, hosts, i, "sshd", "-D", "-e", "-f", str(folder / "server"), log=log)
         for host in hosts.hosts:
-            _answers(hosts, host.address, folder / f"{host.name}.log")
+            line = ["python3", "-c", dial, host.address]
+            wait_until(
+                lambda line=line: hosts.call(hosts[0], *line).returncode == 0,
+                lambda host=host: f"no sshd at {host.name}:\n{(folder / f'{host.name}.log').read_text()}",
+            )
         yield folder
-    finally:
-        for daemon in daemons:
-            daemon.kill()
-            daemon.wait()
-
-
-def _answers(hosts: Network, address: str, log: Path) -> None:
-    code = f"import socket; socket.create_connection(({address!r}, 22), 1).close()"
-    deadline = time.monotonic() + READY_S
-    while hosts.call(hosts[0], "python3", "-c", code).returncode != 0:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"no sshd at {address} within {READY_S:g} s:\n{log.read_text()}")
-        time.sleep(0.05)
