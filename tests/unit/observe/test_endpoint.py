@@ -23,13 +23,13 @@ LIMIT_S = 60.0
 
 
 class Offer:
+    def __init__(self, *, broken: bool = False) -> None:
+        self._broken = broken
+
     def answer(self, *, whole: bool) -> dict[str, Any]:
+        if self._broken:
+            raise RuntimeError("in an answer")
         return {"kind": "test", "doing": "", "whole": whole}
-
-
-class Broken(Offer):
-    def answer(self, *, whole: bool) -> dict[str, Any]:
-        raise RuntimeError("in an answer")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def threads() -> list[str]:
 
 
 def test_it_is_there_while_something_is_offered() -> None:
-    one, other = Offer(), Broken()
+    one, other = Offer(), Offer(broken=True)
     for offer in (one, other):
         OWN.offer(offer)
     assert endpoints()[PID] == UID
@@ -157,11 +157,9 @@ def test_a_store_tells_of_all_its_workers(progress: str) -> None:
 
     Mode("dist_sync", 3, servers=1).run(body, progress=progress)
     found = said["open"]
-    assert (found["kind"], found["store"], found["type"]) == ("store", "an id", "dist_sync")
-    assert (found["worker"], found["workers"], found["servers"], found["host"]) == (1, 3, 1, "localhost")
+    whose = {"kind": "store", "store": "an id", "type": "dist_sync", "worker": 1, "workers": 3, "servers": 1}
+    assert {**whose, "host": "localhost"}.items() <= found.items()
     assert "; at test_endpoint.py:" in found["doing"]
-    if progress == "thread":
-        assert [(row["rank"], row["alive"]) for row in found["rows"]] == [(0, True), (1, True), (2, True)]
-    else:
-        assert found["rows"] is None
+    rows = [(row["rank"], row["alive"]) for row in found["rows"] or ()]
+    assert rows == ([(0, True), (1, True), (2, True)] if progress == "thread" else [])
     assert said["closing"]["rows"] is None

@@ -12,8 +12,9 @@ import pytest
 from on_workers import full, on
 from store_modes import Mode
 
-from mpikv import ConfigError, kv
+from mpikv import ConfigError, RowSparse, kv
 from mpikv.observe.log import LOGGER, print_from
+from mpikv.placement import described
 
 BIG = 1 << 10
 
@@ -42,16 +43,12 @@ def log() -> Iterator[Kept]:
 
 
 class Case(NamedTuple):
-    """What a store of this mode says of itself and of a key. half: float16. params: of compression.
-
-    compared: what is said first of a codec.
-    """
+    """What a store of this mode says of itself and of a key. params: of compression, of which `compared` is said."""
 
     mode: Mode
     ranks: str
     memory: str
     key: str
-    half: bool = False
     params: dict[str, Any] | None = None
     compared: str = ""
 
@@ -65,9 +62,8 @@ def sync(workers: int, servers: int = 0, hosts: str = "", **more: Any) -> Mode:
     return Mode("dist_sync", workers, servers, hosts=hosts, **more)
 
 
-SHARED, OFF = "the workers share memory", "MPIKV_SHARED_MEMORY=off"
+SHARED = "the workers share memory"
 OVER_2, OVER_HOSTS = "over 2 workers on 1 host, since", "over 2 workers on 2 hosts, since"
-FP16 = '{"force": true, "type": "fp16"}'
 HOSTED = "path hosted over 3 workers on 2 hosts, since the workers of each host share memory"
 BYTES = f"in a round 256 B leave a host encoded, and 4.0 KiB as they are; codec {CODEC} travels encoded"
 RING = "MPIKV_ALGORITHM=ring"
@@ -75,22 +71,12 @@ ALONE = "all of it on server 0 (rank 2 on localhost), since it is the only one; 
 CUT = "cut evenly over 2 servers, since it has 8 elements or more; no codec"
 CASES = (
     Case(sync(2), ONE_HOST, "used", f"path direct {OVER_2} {SHARED}; no codec"),
-    Case(sync(2, memory="off"), ONE_HOST, NOT_SHARED, f"path ring {OVER_2} {OFF}; no codec"),
     Case(sync(2, algorithm="ring"), ONE_HOST, f"not used: {RING}", f"path ring {OVER_2} {RING}; no codec"),
     Case(sync(3, hosts="aab"), "3 workers and no servers on 2 hosts", "used", f"{HOSTED}; no codec"),
-    Case(
-        *(sync(2, hosts="ab"), APART, NO_MEMORY),
-        f"path owners {OVER_HOSTS} half precision travels in two bytes; no codec",
-        half=True,
-    ),
     Case(
         *(sync(2, hosts="ab"), APART, NO_MEMORY, f"path owners {OVER_HOSTS} {BYTES}"),
         params={"type": "2bit"},
         compared=f"codec {CODEC} is used: a round takes",
-    ),
-    Case(
-        *(sync(2), ONE_HOST, "used", f"path owners {OVER_2} 'force' asks for it; codec {FP16} travels encoded"),
-        params={"type": "fp16", "force": True},
     ),
     Case(sync(2, 1, memory="off"), "2 workers and 1 server on 1 host", NOT_SHARED, ALONE),
     Case(Mode("dist_async", 2, 2), "2 workers and 2 servers on 1 host", "used", CUT),
@@ -99,29 +85,28 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.key.partition(',')[0]}-{case.mode.workers}")
 def test_each_decision_is_one_line_of_each_rank(case: Case, log: Kept) -> None:
-    mode, dtype = case.mode, np.float16 if case.half else np.float32
+    mode = case.mode
 
     def body(store: Any) -> None:
         if case.params:
             store.set_gradient_compression(case.params)
-        store.init("w", full(0, BIG, dtype))
+        store.init("w", full(0, BIG))
         if not mode.synchronous:
             store.set_optimizer("sgd")
-        store.pushpull("w", full(1, BIG, dtype))
+        store.pushpull("w", full(1, BIG))
         store.barrier()
         before = len(log.records)
         for _ in range(4):
-            store.pushpull("w", full(1, BIG, dtype))
+            store.pushpull("w", full(1, BIG))
         store.barrier()
         assert len(log.records) == before
 
     mode.run(body, link="10mbit,1ms")
-    n_bytes = "2.0 KiB float16" if case.half else "4.0 KiB float32"
     links = ["links between hosts MPIKV_LINK=10mbit,1ms: 10 Mbit/s, 1e+03 us"] * (len(set(mode.hosts)) > 1)
     of_store = [f"store {mode.name!r}: {case.ranks}", *links, f"shared memory {case.memory}"]
     optimizer = f"optimizer SGD updates all keys that have no other one: it goes to {mode.servers} servers"
     of_keys = [
-        *(f"key 'w' ({n_bytes}): {text}" for text in (case.compared, case.key) if text),
+        *(f"key 'w' (4.0 KiB float32): {text}" for text in (case.compared, case.key) if text),
         *([] if mode.synchronous else [optimizer]),
     ]
     for role, n in (("worker", mode.workers), ("server", mode.servers)):
@@ -135,45 +120,33 @@ def test_each_decision_is_one_line_of_each_rank(case: Case, log: Kept) -> None:
     assert infos == {"worker0": len(of_store) + (not mode.synchronous)}
 
 
-@pytest.mark.parametrize(("link", "used"), [("100mbit", "is used"), ("1000tbit", "is not used")])
-def test_a_codec_that_may_be_used_and_an_optimizer_of_workers(link: str, used: str, log: Kept) -> None:
+ROWS = RowSparse(np.arange(2), full(1, (2, 5)), (8, 5))
+AN_OPTIMIZER = "optimizer SGD updates all keys that have no other one: it goes to the wor"
+ON_GPU = "key 'w' (16 B float32 on a GPU): path host over 2 workers on 1 host, since that is the path of "
+# A mode, its links, values of keys, parts of lines.
+SAID: list[tuple[Mode, str, list[Any], list[str]]] = [
+    (sync(2, hosts="ab"), "100mbit", [full(0, BIG)], [f"): codec {CODEC} is used: a round", AN_OPTIMIZER]),
+    (sync(2, hosts="ab"), "1000tbit", [full(0, BIG)], [f"): codec {CODEC} is not used: a round", AN_OPTIMIZER]),
+    (
+        *(sync(2, memory="off"), "auto", [full(0, 3), ROWS]),
+        [f"(12 B float32): path owners {OVER_2} it is short", "row-sparse, its rows are cut evenly over 2 workers"],
+    ),
+    (sync(2, device="host"), "auto", [full(0)], ["arrays on GPUs: host (not ", ON_GPU]),
+]
+
+
+@pytest.mark.parametrize(("mode", "link", "values", "said"), SAID)
+def test_each_rank_says_it_once(mode: Mode, link: str, values: list[Any], said: list[str], log: Kept) -> None:
     def body(store: Any) -> None:
-        store.set_gradient_compression({"type": "2bit"})
-        store.init("w", full(0, BIG))
+        if link != "auto":
+            store.set_gradient_compression({"type": "2bit"})
+        store.init(["w", "v"][: len(values)], values)
         store.set_optimizer("sgd")
 
-    Mode("dist_sync", 2, hosts="ab").run(body, link=link)
+    mode.run(body, link=link)
     for rank in range(2):
         lines = log.lines("worker", rank)
-        assert sum(f"key 'w' (4.0 KiB float32): codec {CODEC} {used}: a round" in line for line in lines) == 1, lines
-        assert (
-            sum("optimizer SGD updates all keys that have no other one: it goes to the wor" in line for line in lines)
-            == 1
-        )
-
-
-def test_short_keys_and_rows(log: Kept) -> None:
-    from mpikv import RowSparse
-
-    def body(store: Any) -> None:
-        store.init("w", full(0, 3))
-        store.init("rows", RowSparse(np.arange(2), full(1, (2, 5)), (8, 5)))
-
-    Mode("dist_sync", 2, memory="off").run(body)
-    for rank in range(2):
-        lines = log.lines("worker", rank)
-        assert sum(f"key 'w' (12 B float32): path owners {OVER_2} it is short" in line for line in lines) == 1
-        rows = "key 'rows' (160 B float32): row-sparse, its rows are cut evenly over 2 workers"
-        assert sum(rows in line for line in lines) == 1
-
-
-def test_arrays_on_gpus(log: Kept) -> None:
-    Mode("dist_sync", 2, device="host").run(lambda store: store.init("w", full(0)))
-    for rank in range(2):
-        lines = log.lines("worker", rank)
-        path = "arrays on GPUs: host (not "
-        key = "key 'w' (16 B float32 on a GPU): path host over 2 workers on 1 host, since that is the path of "
-        assert [sum(text in line for line in lines) for text in (path, key)] == [1, 1], lines
+        assert [sum(text in line for line in lines) for text in said] == [1] * len(said), lines
 
 
 def test_a_direct_call_that_is_declined_is_told_once(log: Kept) -> None:
@@ -220,8 +193,6 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 @on(Mode("dist_sync", 2), Mode("dist_sync", 2, 1))
 def test_without_who_listens_no_text_is_made(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpikv.placement import described
-
     def fail(*_: Any, **__: Any) -> str:
         raise AssertionError("a text was made")
 

@@ -18,10 +18,14 @@ from mpikv.placement.place import place
 
 KEY = KeyInfo("w", 0, (1000,), np.dtype(np.float32))
 LARGE = KEY._replace(shape=(2_000_000,))
+HALF = LARGE._replace(dtype=np.dtype(np.float16))
+FORCED = KEY._replace(codec='{"force": true, "type": "fp16"}')
 MEMBERS = {
     "alone": Members(("a",), (0,)),
     "here": Members(("a", "a"), (0, 1)),
     "no memory": Members(("a", "a"), (0, 1), memory=False),
+    "off": Members(("a", "a"), (0, 1), config=Config(shared_memory="off")),
+    "apart": Members(("a", "b"), (0, 1)),
     "native": Members(("a", "b"), (0, 1), config=Config(algorithm="native")),
     "owners": Members(("a", "b"), (0, 1), config=Config(algorithm="owners")),
     "servers": Members(("a", "a", "b", "b"), (0, 2), (1, 3)),
@@ -35,6 +39,9 @@ MEMBERS = {
         ("no memory", KEY, {}, "path ring over .*, since the ranks of a host cannot share any"),
         ("alone", KEY, {}, "path ring over 1 worker on 1 host, since there is one worker"),
         ("native", KEY, {}, "path native over 2 workers on 2 hosts, since MPIKV_ALGORITHM=native"),
+        ("off", LARGE, {}, "path ring over 2 workers on 1 host, since MPIKV_SHARED_MEMORY=off"),
+        ("apart", HALF, {"load_bytes": [0, 0]}, "path owners over .*, since half precision travels in two bytes"),
+        ("here", FORCED, {"load_bytes": [0, 0]}, "path owners over 2 workers on 1 host, since 'force' asks for it"),
         ("owners", LARGE, {"load_bytes": [0, 0]}, "path owners over 2 workers .*, since MPIKV_ALGORITHM=owners"),
         (
             *("servers", KEY, {"load_bytes": [1, 0]}),
@@ -51,7 +58,6 @@ def test_a_path_and_why(members: str, info: KeyInfo, options: dict[str, Any], sa
     store, wire = MEMBERS[members], wire_of(info)
     found = place_at_owners(store, info, wire, **options) if "load_bytes" in options else place(store, info, **options)
     text = described.line(store, info, found, wire)
-    head = f"key 'w' ({described.size(info.n_bytes)} float32): "
-    assert text.startswith(head)
-    assert text.endswith("; no codec")
-    assert re.fullmatch(says, text[len(head) : -len("; no codec")]), text
+    head = f"key 'w' ({described.size(info.n_bytes)} {info.dtype}): "
+    codec = "no codec" if info.codec == "none" else f"codec {info.codec} travels encoded"
+    assert re.fullmatch(f"{re.escape(head)}{says}; {re.escape(codec)}", text), text

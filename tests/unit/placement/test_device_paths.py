@@ -82,13 +82,12 @@ def test_reasons_are_those_of_the_trials() -> None:
 
 
 @pytest.mark.parametrize(("hosts", "servers"), [("a", 0), ("ab", 0), ("ab", 1)])
-@pytest.mark.parametrize("device_path", ["auto", "host"])
-def test_without_a_gpu_keys_are_on_the_host(hosts: str, servers: int, device_path: str) -> None:
-    members = members_of(hosts, servers, device_path=device_path)
-    told = [*gpus(len(members.workers) - 1), NONE]
-    name = f"worker {len(told) - 1} on {members.worker_hosts[-1]}"
-    found = describe(choose(told, members, {}))
-    assert found == f"none (not nccl, mpi, host: {name} uses no GPU: CuPy is not installed)"
+def test_without_a_gpu_keys_are_on_the_host(hosts: str, servers: int) -> None:
+    for device_path in ("auto", "host"):
+        members = members_of(hosts, servers, device_path=device_path)
+        last = len(members.workers) - 1
+        said = f"none (not nccl, mpi, host: worker {last} on {hosts[last]} uses no GPU: CuPy is not installed)"
+        assert describe(choose([*gpus(last), NONE], members, {})) == said
 
 
 # What workers have, hosts, settings, outcomes of trials: what is raised, behind the setting.
@@ -113,16 +112,13 @@ def test_what_cannot_be(
         choose(told, members_of(hosts, **settings), outcomes)
 
 
-@pytest.mark.parametrize("path", ["mpi", "host"], ids=str.upper)
-def test_settings_that_ask_for_two_paths(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"MPIKV_ALGORITHM=nccl, but MPIKV_DEVICE_PATH={path}: give one of the two"):
-        choose(gpus(2), members_of("ab", algorithm="nccl", device_path=path), {})
-
-
-def test_what_one_worker_cannot_do_is_an_error_for_all() -> None:
-    told = [*gpus(1), DeviceReport(error="MPIKV_LOCAL_DEVICE=7, but this process sees one GPU")]
-    with pytest.raises(ConfigError, match="worker 1 on b: MPIKV_LOCAL_DEVICE=7, but"):
-        choose(told, members_of("ab"), {})
+def test_what_is_wrong_whatever_the_ways() -> None:
+    """Settings that ask for two paths, and what one worker cannot do, which is an error for all."""
+    for path in ("mpi", "host"):
+        with pytest.raises(ConfigError, match=f"_ALGORITHM=nccl, but MPIKV_DEVICE_PATH={path}: give one of the two"):
+            choose(gpus(2), members_of("ab", algorithm="nccl", device_path=path), {})
+    with pytest.raises(ConfigError, match="worker 1 on b: no GPU 7"):
+        choose([*gpus(1), DeviceReport(error="no GPU 7")], members_of("ab"), {})
 
 
 @pytest.mark.parametrize(

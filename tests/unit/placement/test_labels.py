@@ -58,15 +58,14 @@ def test_another_factor_scales_values_and_changes_no_label():
     assert log.factor(1) == new["rescale_grad"] == 0.125
 
 
-@pytest.mark.parametrize("why", ["values", "slot", "an agreed factor of 0"])
-def test_what_cannot_be_scaled_has_its_own_factor_in_the_label(why):
-    optimizer, log = watched(exact=why == "slot", rescale_grad=0.0 if "agreed" in why else 1.0)
+@pytest.mark.parametrize(("values", "slot", "agreed"), [(True, False, 1.0), (False, True, 1.0), (False, False, 0.0)])
+def test_what_cannot_be_scaled_has_its_own_factor_in_the_label(values, slot, agreed):
+    optimizer, log = watched(exact=slot, rescale_grad=agreed)
     optimizer.rescale_grad = 0.25
-    under, new = log.push_label(1, exact=why == "values")
+    under, new = log.push_label(1, exact=values)
     assert (under.number, under.ratio, factor_in(under.label)) == (1, 1.0, 0.25)
     assert new is not None
-    if why != "values":
-        assert log.factor(1) == 0.25
+    assert values or log.factor(1) == 0.25
 
 
 def test_pushes_that_no_step_is_made_with_are_not_scaled():

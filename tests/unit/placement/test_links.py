@@ -56,12 +56,7 @@ def test_given_as_text(text: str, rate: float, latency_s: float) -> None:
     assert (found.bytes_per_s, found.latency_s) == (pytest.approx(rate), pytest.approx(latency_s))
     assert (found.by_host, found.source) == ((), f"MPIKV_LINK={text}")
     assert announced(text) == text
-
-
-def test_nothing_given() -> None:
-    assert given("auto") is None
-    assert expected("auto") == ASSUMED
-    assert announced("auto") == "auto"
+    assert (given("auto"), expected("auto"), announced("auto")) == (None, ASSUMED, "auto")
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -8,20 +8,17 @@ from mpikv import ConfigError
 from mpikv.placement.topology import pretended, topology
 
 
-def test_blocks_of_ranks():
-    found = topology(["a", "a", "b", "b", "b"])
-    assert found.hosts == ((0, 1), (2, 3, 4))
-    assert found.host_of == (0, 0, 1, 1, 1)
-    assert found.local_rank == (0, 1, 0, 1, 2)
-    assert found.n_leaders == 2
-
-
-def test_ranks_dealt_out_to_hosts():
-    found = topology(["b", "a", "b", "a", "c"])
-    assert found.hosts == ((0, 2), (1, 3), (4,))
-    assert found.host_of == (0, 1, 0, 1, 2)
-    assert found.local_rank == (0, 0, 1, 1, 0)
-    assert found.n_leaders == 1
+@pytest.mark.parametrize(
+    ("names", "hosts", "host_of", "local_rank", "n_leaders"),
+    [
+        ("aabbb", ((0, 1), (2, 3, 4)), (0, 0, 1, 1, 1), (0, 1, 0, 1, 2), 2),
+        ("babac", ((0, 2), (1, 3), (4,)), (0, 1, 0, 1, 2), (0, 0, 1, 1, 0), 1),  # ranks dealt out to hosts
+    ],
+)
+def test_hosts_of_ranks(names, hosts, host_of, local_rank, n_leaders):
+    found = topology(names)
+    assert (found.hosts, found.host_of) == (hosts, host_of)
+    assert (found.local_rank, found.n_leaders) == (local_rank, n_leaders)
 
 
 def test_pretended_hosts_are_blocks_as_even_as_possible():

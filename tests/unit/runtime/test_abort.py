@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 from types import SimpleNamespace
 
@@ -21,65 +20,60 @@ from mpikv.runtime.printed import unread_bytes
 def test_only_the_main_threads_exit_is_remembered():
     guard = Guard(0, 2)
 
-    def leave() -> None:
+    def leave(status: object = 3) -> None:
         with pytest.raises(SystemExit):
-            guard._remember_exit(3)
+            guard._remember_exit(status)
 
     thread = threading.Thread(target=leave)
     thread.start()
     thread.join()
     assert guard.exit_status == 0
     for status, remembered in ((3, 3), (256 + 4, 4), ("a text", 1), (None, 0), (-1, 255)):
-        with pytest.raises(SystemExit):
-            guard._remember_exit(status)
+        leave(status)
         assert guard.exit_status == remembered
 
 
+ENDS = """
+import sys
+from mpikv.runtime import abort
+words = [repr(exit), repr(quit)]
+guard = abort.install(0, 2)
+assert [repr(exit), repr(quit)] == words
+for end, status in ((exit, 3), (exit, None), (quit, 3)):
+    try:
+        end(status)
+    except SystemExit as error:
+        assert (error.code, guard.exit_status) == (status, status or 0)
+sys.exit(guard.exit_status - 3)
+"""
+
+
 def test_the_ways_to_end_a_program():
-    code = """
-        import sys
-        from mpikv.runtime import abort
-        words = [repr(exit), repr(quit)]
-        guard = abort.install(0, 2)
-        assert [repr(exit), repr(quit)] == words
-        for end in (exit, quit):
-            for status in (3, None):
-                try:
-                    end(status)
-                except SystemExit as error:
-                    assert error.code == status
-                    assert guard.exit_status == (status or 0)
-                else:
-                    raise AssertionError
-        sys.exit(0)
-    """
-    done = fresh.python(textwrap.dedent(code))
+    done = fresh.python(ENDS)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_last_words_are_one_write(monkeypatch):
     """Line by line they would be mixed with other ranks', and cut where another one ends the job."""
 
-    class Descriptor(io.RawIOBase):
-        def __init__(self) -> None:
-            self.written: list[bytes] = []
+    written: list[bytes] = []
 
+    class Descriptor(io.RawIOBase):
         def writable(self) -> bool:
             return True
 
         def write(self, data) -> int:
-            self.written.append(bytes(data))
+            written.append(bytes(data))
             return len(data)
 
-    raw = Descriptor()
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(Descriptor()), line_buffering=True))
     guard = Guard(1, 3)
     guard.say("Traceback\n  one\nRuntimeError: two\n", 4)
     lines = ["Traceback", "  one", "RuntimeError: two", "ends the job with status 4"]
-    assert raw.written == ["".join(f"[{guard.label}] {line}\n" for line in lines).encode()]
+    assert written == ["".join(f"[{guard.label}] {line}\n" for line in lines).encode()]
 
 
-ENDS = """
+UNREAD = """
 import os
 from mpikv.runtime import printed
 from mpikv.runtime.abort import abort
@@ -91,7 +85,7 @@ abort(3)
 
 
 def test_ends_the_job_though_nobody_reads() -> None:
-    with subprocess.Popen([sys.executable, "-c", ENDS], stdout=-1, stderr=-1) as process:
+    with subprocess.Popen([sys.executable, "-c", UNREAD], stdout=-1, stderr=-1) as process:
         assert process.wait() == 3
         assert [unread_bytes(stream.fileno()) for stream in (process.stdout, process.stderr)] == [50000] * 2
 

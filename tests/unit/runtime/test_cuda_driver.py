@@ -19,39 +19,27 @@ class Driver:
     """A driver with these GPUs. fails: the function that returns an error."""
 
     def __init__(self, *names: bytes, fails: str = "") -> None:
-        self.names = names
-        self.fails = fails
-        self.started = False
+        self._names, self._fails, self._started = names, fails, False
 
-    def _status(self, name: str) -> int:
-        assert self.started or name == "cuInit"
-        return NO_DEVICE if name == self.fails else 0
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self._call(name, given)
 
-    def cuInit(self, flags: int) -> int:  # noqa: N802 - the names are NVIDIA's
-        assert flags == 0
-        self.started = True
-        return self._status("cuInit")
-
-    def cuDriverGetVersion(self, version: Any) -> int:  # noqa: N802
-        version._obj.value = 12040
-        return self._status("cuDriverGetVersion")
-
-    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
-        count._obj.value = len(self.names)
-        return self._status("cuDeviceGetCount")
-
-    def cuDeviceGet(self, device: Any, number: int) -> int:  # noqa: N802
-        device._obj.value = 70 + number  # a handle, not the number
-        return self._status("cuDeviceGet")
-
-    def cuDeviceGetName(self, name: Any, size: int, device: ctypes.c_int) -> int:  # noqa: N802
-        assert size == len(name)
-        name.value = self.names[device.value - 70]
-        return self._status("cuDeviceGetName")
-
-    def cuGetErrorName(self, status: int, text: Any) -> int:  # noqa: N802
-        text._obj.value = b"CUDA_ERROR_NO_DEVICE" if status == NO_DEVICE else None
-        return 0
+    def _call(self, name: str, given: tuple[Any, ...]) -> int:
+        if name == "cuGetErrorName":
+            given[1]._obj.value = b"CUDA_ERROR_NO_DEVICE" if given[0] == NO_DEVICE else None
+            return 0
+        self._started |= name == "cuInit" and given == (0,)
+        assert self._started
+        if name == "cuDriverGetVersion":
+            given[0]._obj.value = 12040
+        elif name == "cuDeviceGetCount":
+            given[0]._obj.value = len(self._names)
+        elif name == "cuDeviceGet":
+            given[0]._obj.value = 70 + given[1]  # a handle, not the number
+        elif name == "cuDeviceGetName":
+            assert given[1] == len(given[0])
+            given[0].value = self._names[given[2].value - 70]
+        return NO_DEVICE if name == self._fails else 0
 
 
 @pytest.fixture(autouse=True)

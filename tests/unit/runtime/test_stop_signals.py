@@ -6,9 +6,9 @@ import os
 import signal
 import subprocess
 import textwrap
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fresh
@@ -77,33 +77,18 @@ def test_a_signal_from_before_the_handlers(tmp_path: Path, file: str, why: str |
     stop.restore()
 
 
-def test_handler_of_the_program_is_called_too():
-    came = []
-    signal.signal(signal.SIGUSR1, lambda number, _frame: came.append(number))
-    own = signal.getsignal(signal.SIGUSR1)
-    stop = StopSignals(["USR1"])
-    stop.install()
-    send(signal.SIGUSR1, stop)
-    assert came == [signal.SIGUSR1]
-    assert stop.why() == "SIGUSR1"
-    stop.restore()
-    assert signal.getsignal(signal.SIGUSR1) is own
-
-
-@pytest.mark.parametrize("name", ["TERM", "USR1"])
-@pytest.mark.parametrize("stores", [1, 2])
-@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.parametrize(("name", "stores", "restored"), [("TERM", 1, False), ("USR1", 2, False), ("TERM", 2, True)])
 def test_handler_that_a_library_sets_later_is_called_too(name: str, stores: int, restored: bool):
-    """Once, also where it calls the one that it found; and stores hear of the signal, once they have been asked.
+    """Once, also where it calls the one that it found, and so is the program's own; and stores hear of the signal.
 
     A library that has given back the handler that it found is not called.
     """
-    number = signal.Signals[f"SIG{name}"]
-    before = signal.getsignal(number)
+    number, came = signal.Signals[f"SIG{name}"], []
+    before = signal.signal(number, lambda *_: came.append("the program's"))
+    own = signal.getsignal(number)
     stops = [StopSignals([name]) for _ in range(stores)]
     for stop in stops:
         stop.install()
-    came = []
     found = signal.getsignal(number)
 
     def later(signum: int, frame) -> None:
@@ -116,10 +101,10 @@ def test_handler_that_a_library_sets_later_is_called_too(name: str, stores: int,
         signal.signal(number, found)
         assert [stop.why() for stop in stops] == [None] * stores
     send(number, *stops)
-    assert came == [number] * (not restored)
+    assert came == [number] * (not restored) + ["the program's"]
     for stop in stops:
         stop.restore()
-    assert signal.getsignal(number) is (before if restored else later)
+    assert signal.getsignal(number) is (own if restored else later)
     signal.signal(number, before)
 
 
@@ -256,18 +241,11 @@ def test_forked_child_keeps_what_is_the_programs():
 
 
 def test_not_in_the_main_thread():
-    before = signal.getsignal(signal.SIGUSR1)
-    stores = []
-
-    def create() -> None:
-        with pytest.warns(RuntimeWarning, match=r"not called in the main thread.*SIGUSR1 \(MPIKV_STOP_SIGNALS\)"):
-            stores.append(kv.create("local", config=Config(stop_signals="USR1")))
-
-    thread = threading.Thread(target=create)
-    thread.start()
-    thread.join()
+    before, words = signal.getsignal(signal.SIGUSR1), r"not called in the main thread.*SIGUSR1 \(MPIKV_STOP_SIGNALS\)"
+    with ThreadPoolExecutor(1) as thread, pytest.warns(RuntimeWarning, match=words):
+        store = thread.submit(kv.create, "local", config=Config(stop_signals="USR1")).result()
     assert signal.getsignal(signal.SIGUSR1) == before
-    stores[0].close()
+    store.close()
     assert signal.getsignal(signal.SIGUSR1) == before
 
 

@@ -51,7 +51,7 @@ def machines_differ(directory: Path) -> None:
         path.write_text("\n".join([json.dumps(header), *others]) + "\n")
 
 
-@pytest.mark.parametrize(("hosts", "servers"), [("abc", 0), ("abcd", 2)], ids=["allreduce", "servers"])
+@pytest.mark.parametrize(("hosts", "servers"), [("abc", 0), ("abcd", 2)])
 def test_times_of_hosts_are_put_together_within_what_is_claimed(hosts, servers, tmp_path):
     fabric = SkewedFabric(len(hosts), hosts)
     workers = len(hosts) - servers

@@ -21,16 +21,7 @@ from mpikv.session import waits
 from mpikv.testing.stores import spawn_stores
 
 ONES = np.ones(5, np.float32)
-MODES = [
-    ("dist_sync", 1, 0),
-    ("dist_sync", 2, 0),
-    ("dist_sync", 3, 0),
-    ("dist_sync", 2, 1),
-    ("dist_sync", 3, 2),
-    ("dist_async", 1, 0),
-    ("dist_async", 3, 0),
-    ("dist_async", 3, 2),
-]
+MODES = [*(("dist_sync", *n) for n in ((1, 0), (2, 0), (3, 0), (3, 2))), *(("dist_async", 3, n) for n in (0, 2))]
 
 
 def config(progress: str, **more) -> Config:
