@@ -8,78 +8,38 @@ import pytest
 
 from mpikv import Config, ConfigError, config
 
+# Each setting: its default, what a variable may say, and what is read then.
+SETTINGS = {
+    "num_servers": (0, "2", 2),
+    "server_placement": ("spread", "LAST", "last"),
+    "bigarray_bound_elems": (1_000_000, " 10 ", 10),
+    "partition_bytes": (0, None, 0),
+    "servers_take": ("auto", "0.25", 0.25),
+    "link": ("auto", "200mbit, 100us", "200mbit, 100us"),
+    "algorithm": ("auto", "Ring", "ring"),
+    "test_hosts": (0, "2", 2),
+    "shared_memory": ("auto", "OFF", "off"),
+    "timeout_s": (300.0, "2.5", 2.5),
+    "stall_warn_s": (2.0, "off", 1e9),
+    "timeline": ("", " /scratch/traces ", "/scratch/traces"),
+    "progress": ("thread", "calls", "calls"),
+    "interface": ("auto", "eth0, 10.1.2.3/8 ,eth0,fd00::2/64", "eth0,10.0.0.0/8,fd00::/64"),
+    "local_device": ("auto", "3", 3),
+    "device_path": ("auto", "Host", "host"),
+    "stop_signals": ("", "term, SIGUSR1,TERM", "TERM,USR1"),
+    "stop_file": ("", " /scratch/Job 1 ", "/scratch/Job 1"),
+    "stop_asked": ("", "/scratch/asked", "/scratch/asked"),
+    "metrics": ("", "/scratch/metrics", "/scratch/metrics"),
+}
 
-def test_defaults():
+
+def test_every_setting():
+    names = {one.field: one.name for one in config.ALL if one.field}
+    assert set(names) == {field for field, (_, text, _) in SETTINGS.items() if text}
+    environ = {name: SETTINGS[field][1] for field, name in names.items()}
+    assert dataclasses.asdict(Config()) == {field: default for field, (default, _, _) in SETTINGS.items()}
+    assert dataclasses.asdict(Config.from_environ(environ)) == {field: read for field, (_, _, read) in SETTINGS.items()}
     assert Config.from_environ({}) == Config()
-    assert dataclasses.asdict(Config()) == {
-        "num_servers": 0,
-        "server_placement": "spread",
-        "bigarray_bound_elems": 1_000_000,
-        "partition_bytes": 0,
-        "servers_take": "auto",
-        "link": "auto",
-        "algorithm": "auto",
-        "test_hosts": 0,
-        "shared_memory": "auto",
-        "timeout_s": 300.0,
-        "stall_warn_s": 2.0,
-        "timeline": "",
-        "progress": "thread",
-        "interface": "auto",
-        "local_device": "auto",
-        "device_path": "auto",
-        "stop_signals": "",
-        "stop_file": "",
-        "stop_asked": "",
-        "metrics": "",
-    }
-
-
-def test_every_variable():
-    environ = {
-        "MPIKV_NUM_SERVERS": "2",
-        "MPIKV_SERVER_PLACEMENT": "LAST",
-        "MPIKV_SERVERS_TAKE": "0.25",
-        "MPIKV_LINK": "200mbit, 100us",
-        "MPIKV_BIGARRAY_BOUND": " 10 ",
-        "MPIKV_ALGORITHM": "Ring",
-        "MPIKV_TEST_HOSTS": "2",
-        "MPIKV_SHARED_MEMORY": "OFF",
-        "MPIKV_TIMEOUT_S": "2.5",
-        "MPIKV_STALL_WARN_S": "off",
-        "MPIKV_TIMELINE": " /scratch/traces ",
-        "MPIKV_PROGRESS": "calls",
-        "MPIKV_INTERFACE": "eth0, 10.1.2.3/8 ,eth0,fd00::2/64",
-        "MPIKV_LOCAL_DEVICE": "3",
-        "MPIKV_DEVICE_PATH": "Host",
-        "MPIKV_STOP_SIGNALS": "term, SIGUSR1,TERM",
-        "MPIKV_STOP_FILE": " /scratch/Job 1 ",
-        "MPIKV_STOP_ASKED": "/scratch/asked",
-        "MPIKV_METRICS": "/scratch/metrics",
-    }
-    assert set(environ) == {variable.name for variable in config.ALL if variable.field}
-    assert dataclasses.asdict(Config.from_environ(environ)) == {
-        "num_servers": 2,
-        "server_placement": "last",
-        "bigarray_bound_elems": 10,
-        "partition_bytes": 0,
-        "servers_take": 0.25,
-        "link": "200mbit, 100us",
-        "algorithm": "ring",
-        "test_hosts": 2,
-        "shared_memory": "off",
-        "timeout_s": 2.5,
-        "stall_warn_s": 1e9,
-        "timeline": "/scratch/traces",
-        "progress": "calls",
-        "interface": "eth0,10.0.0.0/8,fd00::/64",
-        "local_device": 3,
-        "device_path": "host",
-        "stop_signals": "TERM,USR1",
-        "stop_file": "/scratch/Job 1",
-        "stop_asked": "/scratch/asked",
-        "metrics": "/scratch/metrics",
-    }
 
 
 @pytest.mark.parametrize("text", ["", " ", "\t"])
@@ -138,21 +98,13 @@ def test_wrong_values(name, text, says):
         Config().with_(**{field: text})
 
 
-@pytest.mark.parametrize("value", [None, True, 1.5, [2], object()])
-def test_values_of_other_types(value):
-    with pytest.raises(ConfigError, match="num_servers"):
-        Config(num_servers=value)
-
-
-def test_settings_of_devices_as_values():
-    """A program has the number of its GPU as an int; what was read may be given again."""
-    config = Config(local_device=2)
-    assert config.local_device == 2
-    assert Config(local_device=config.local_device) == config
-    assert Config(local_device="AUTO").local_device == "auto"
-    for wrong in ({"local_device": True}, {"local_device": 1.0}, {"local_device": None}):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            Config(**wrong)
+@pytest.mark.parametrize("name", ["num_servers", "local_device"])
+def test_numbers_as_values(name):
+    """What was read may be given again."""
+    assert getattr(Config(**{name: 2}), name) == 2
+    for value in (None, True, 1.5, [2], object()):
+        with pytest.raises(ConfigError, match=name):
+            Config(**{name: value})
 
 
 @pytest.mark.parametrize("name", config.GONE)
@@ -169,35 +121,20 @@ def test_with():
             call(speed=1, num_server=2)
     with pytest.raises(TypeError):
         Config(2)  # type: ignore[misc]
-
-
-def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().num_servers = 3  # type: ignore[misc]
 
 
 def test_variables_in_force():
-    environ = {
-        "MPIKV_TIMEOUT": "3",
-        "MPIKV_ALGORITHM": "ring",
-        "HOME": "/",
-        "MPIKV_TEST_X": "1",
-        "MPIKV_TEST_HOSTS": "2",
-        "MPIKV_ZZZZZZZZZ": "1",
-    }
-    assert list(config.variables_in_force(environ)) == [
-        "MPIKV_ALGORITHM",
-        "MPIKV_TEST_HOSTS",
-        "MPIKV_TIMEOUT",
-        "MPIKV_ZZZZZZZZZ",
-    ]
+    in_force = ["MPIKV_ALGORITHM", "MPIKV_TEST_HOSTS", "MPIKV_TIMEOUT", "MPIKV_ZZZZZZZZZ"]
+    environ = dict.fromkeys([*reversed(in_force), "HOME", "MPIKV_TEST_X"], "1")
+    assert list(config.variables_in_force(environ)) == in_force
     assert config.unknown_variables(environ) == {"MPIKV_TIMEOUT": "MPIKV_TIMEOUT_S", "MPIKV_ZZZZZZZZZ": None}
 
 
 def test_the_environment_is_read_when_asked_for(monkeypatch):
     monkeypatch.setenv("MPIKV_NUM_SERVERS", "4")
-    assert Config.from_environ().num_servers == 4
-    assert Config().num_servers == 0
+    assert (Config.from_environ().num_servers, Config().num_servers) == (4, 0)
 
 
 @pytest.mark.parametrize(

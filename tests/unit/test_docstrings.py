@@ -18,7 +18,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import frameworks
@@ -30,19 +29,9 @@ from mpikv import data, kv, optimizers
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NAMES = {"np": np, "mpikv": mpikv, "kv": kv, "data": data, "optimizers": optimizers}
-MODULES = (
-    "mpikv",
-    "mpikv.kv",
-    "mpikv.data",
-    "mpikv.optimizers",
-    "mpikv.errors",
-    "mpikv.testing.groups",
-    "mpikv.testing.ranks",
-    "mpikv.testing.reference",
-    "mpikv.testing.stores",
-)
-FRAMEWORKS = {"mpikv.torch": "torch", "mpikv.jax": "jax"}
-"""Modules that need another library, by its name."""
+MODULES = ["mpikv", *(f"mpikv.{name}" for name in ("kv", "data", "optimizers", "errors"))]
+MODULES += [f"mpikv.testing.{name}" for name in ("groups", "ranks", "reference", "stores")]
+MODULES += [f"mpikv.{library}" for library in ("torch", "jax") if importlib.util.find_spec(library) is not None]
 
 
 class Public(NamedTuple):
@@ -53,18 +42,10 @@ class Public(NamedTuple):
     holders: tuple[type, ...] = ()
 
 
-def modules() -> Iterator[ModuleType]:
-    for name in MODULES:
-        yield importlib.import_module(name)
-    for name, library in FRAMEWORKS.items():
-        if importlib.util.find_spec(library) is not None:
-            yield importlib.import_module(name)
-
-
 def public() -> dict[str, Public]:
     """Everything by its full name, each thing once."""
     values: dict[str, Any] = {}
-    for module in modules():
+    for module in map(importlib.import_module, MODULES):
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         for name in getattr(module, "__all__", [name for name in own if not name.startswith("_")]):
             value = getattr(module, name)

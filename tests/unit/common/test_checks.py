@@ -142,8 +142,8 @@ def test_calls_of_a_store() -> None:
             store.save_optimizer_states("f", "x")
 
 
-def test_errors_are_short() -> None:
-    """Whatever they are about, and whatever its own repr does."""
+def test_what_errors_show_is_short() -> None:
+    """Whatever it is, and whatever its own repr does; test_generated_calls.py looks at errors."""
 
     class Odd:
         def __repr__(self) -> str:
@@ -156,25 +156,7 @@ def test_errors_are_short() -> None:
         assert 0 < len(checks.shown(value)) < 1000
     assert checks.shown(Odd()).startswith("<Odd")
     assert checks.shown("k" * 10**6).startswith("'kkk")
-    key = "k" * 10**6
-    with kv.create("local") as store:
-        store.init(key, np.zeros(2))
-        assert store.pull(key).tolist() == [0, 0]
-        for call in (
-            lambda: store.init(key, np.zeros(2)),
-            lambda: store.push(key, np.zeros(3)),
-            lambda: store.push(key, np.zeros(2), key),
-            lambda: store.pull(key + key),
-            lambda: kv.create(key),
-            lambda: optimizers.create(key),
-            lambda: optimizers.create("sgd", **{key: 1}),
-            lambda: Config(algorithm=key),
-            lambda: Config.from_environ({"MPIKV_INTERFACE": key}),
-            lambda: split_and_load(np.zeros(2), key),
-        ):
-            with pytest.raises((ValueError, TypeError, KeyError)) as caught:
-                call()
-            assert 10 < len(str(caught.value)) < 2000
+    assert len(checks.shown("k" * 10**6)) > 10
 
 
 def test_keys_are_their_values() -> None:

@@ -49,9 +49,7 @@ def test_every_op_and_dtype(mode: Mode) -> None:
             found = calls.allreduce(mine, op)
             for i, result in enumerate(found):
                 expected = reduce(ufunc, [arrays[i].astype(np.float64) for arrays in given])
-                assert result.dtype == mine[i].dtype
-                np.testing.assert_array_equal(result.astype(np.float64), expected, strict=False)
-                assert result.shape == mine[i].shape
+                np.testing.assert_array_equal(result, expected.astype(mine[i].dtype), strict=True)
         for i, result in zip(floating, calls.allreduce([mine[i] for i in floating], "mean"), strict=True):
             expected = sum(arrays[i].astype(np.float64) for arrays in given) / mode.workers
             np.testing.assert_allclose(result.astype(np.float64), expected, rtol=1e-2)
@@ -80,14 +78,11 @@ def test_broadcast_is_exact_for_every_dtype_and_root(store: Any, W: int) -> None
 @on(*MODES)
 def test_allgather_of_different_lengths(store: Any, W: int) -> None:
     calls = CollectiveCalls(store)
-    for dtype, rest in (("float32", ()), ("int64", (2,)), ("bool", (3, 2)), ("float32", (0,))):
+    for dtype, rest in (("float32", ()), (ml_dtypes.bfloat16, (2,)), ("bool", (3, 2)), ("float32", (0,))):
         pieces = [np.full((2 * rank, *rest), rank).astype(dtype) for rank in range(W)]
         found = calls.allgather(pieces[store.rank])
         np.testing.assert_array_equal(found, np.concatenate(pieces))
         assert found.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(
-        calls.allgather(np.full((1, 1), store.rank, ml_dtypes.bfloat16)).reshape(-1), np.arange(W)
-    )
 
 
 @on(*MODES)
@@ -128,7 +123,6 @@ def test_what_one_worker_refuses_is_an_error_on_every_worker(store: Any, W: int)
     """Also as the first of all calls. Who has refused one can make the next one, and all may refuse one."""
     refused = [
         (lambda calls, bad: calls.allreduce([np.ones(2, bool if bad else np.float32)]), UnsupportedError, "allreduce"),
-        (lambda calls, bad: calls.allgather(np.ones(() if bad else 2)), ValueError, "allgather"),
         (lambda calls, bad: calls.broadcast([np.ones(2)], 9 if bad else 0), ValueError, "broadcast"),
     ]
     calls = CollectiveCalls(store)
@@ -217,7 +211,7 @@ def test_bad_arguments() -> None:
     Mode("dist_async", 2).run(asynchronous)
 
 
-@on(*MODES[2:], timeout_s=3600)
+@on(*MODES[2:4], timeout_s=3600)
 def test_who_has_closed_is_not_waited_for(store: Any) -> None:
     """However long the time limit is, and `close` says nothing that was said."""
     calls = CollectiveCalls(store)
@@ -276,13 +270,8 @@ def test_calls_are_made_in_order_and_do_not_block() -> None:
     calls.wait()
     assert (one.result(), order) == ("one", [1, 2])
     assert two.done()
-    again = calls.begin(lambda: 1 // 0, "name")  # the thread has ended, and the name is free
     with pytest.raises(ZeroDivisionError):
-        again.result()
-
-
-def test_a_name_is_free_as_soon_as_the_result_is_there() -> None:
-    calls = CallsInTurn(threaded=True)
+        calls.begin(lambda: 1 // 0, "name").result()  # the name is free, as soon as the result is there
     assert [calls.begin(lambda i=i: i, "name").result() for i in range(200)] == list(range(200))
 
 
