@@ -5,6 +5,7 @@ Values of it can be seen on a GPU alone (tests/gpu).
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -49,18 +50,9 @@ def test_arrays_of_jax() -> None:
     (device,) = array.devices()
     assert (device.local_hardware_id is None or device.local_hardware_id >= 0, device.platform) == (True, "cpu")
     assert array.block_until_ready() is array
-    assert np.ctypeslib.as_array(
-        (np.ctypeslib.ctypes.c_float * 3).from_address(array.unsafe_buffer_pointer())
-    ).tolist() == [0, 1, 2]
+    assert list((ctypes.c_float * 3).from_address(array.unsafe_buffer_pointer())) == [0, 1, 2]
     assert array.committed in (True, False)
-    assert jax.device_put(np.zeros(3, np.float32), array.sharding).devices() == {device}
-    assert isinstance(array, jax.Array)
-    assert not isinstance(array, jax.core.Tracer)
-
-
-def test_jax_takes_an_array_by_dlpack() -> None:
-    """An object that has the two methods, as CuPy's have: no capsule."""
-    jax = frameworks.need("jax")
+    # An object that has the two methods, as CuPy's have: no capsule.
     host = np.arange(3.0, dtype=np.float32)
     shown = SimpleNamespace(__dlpack__=host.__dlpack__, __dlpack_device__=host.__dlpack_device__)
     assert jax.dlpack.from_dlpack(shown).tolist() == [0, 1, 2]

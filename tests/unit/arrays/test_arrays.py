@@ -12,8 +12,6 @@ import frameworks
 import numpy as np
 import pytest
 from foreign_arrays import ForeignDevice, Tensor
-from on_workers import on
-from store_modes import Mode
 
 from mpikv.arrays import tensors
 from mpikv.arrays.as_numpy import (
@@ -175,18 +173,19 @@ def test_reading_and_writing(kind, dtype, shape):
 
 def test_kinds():
     array, device = np.zeros(2), ForeignDevice().asarray(np.zeros(2))
-    assert all(is_array(value) for value in (array, np.float32(1), Tensor(array), device))
+    assert is_array(np.float32(1))
     assert not any(is_array(value) for value in (1.0, [array], None, "x", (array,), {"a": array}))
     assert [is_device(value) for value in (device, array, Tensor(array))] == [True, False, False]
 
 
 def test_views_share_memory():
-    array = np.zeros((4, 6), np.float32)
+    array, device = np.zeros((4, 6), np.float32), ForeignDevice().asarray(np.zeros((4, 6), np.float32))
     for part in (array, array[::2, 1::2], array.T):
         host_view(part, "x")[...] += 1
         host_view(Tensor(part) if DLPACK_IS_WRITABLE else part, "x")[...] += 1
-    assert array.min() == 4
-    assert array.max() == 6
+    assert (array.min(), array.max()) == (4, 6)
+    write(device[::2, 1::2], np.arange(6, dtype=np.int64), "x")
+    assert host_view(device, "x")[:, 1::2].tolist() == [[0, 1, 2], [0] * 3, [3, 4, 5], [0] * 3]
 
 
 def test_shape_and_dtype_of_a_device_array_move_nothing(on_a_gpu):
@@ -213,6 +212,7 @@ def test_other_dtypes(dtype):
 
 def test_what_is_no_array_or_cannot_be_read_or_written_to():
     refused(r"the thing: cannot read a Far .*lies on a GPU", [host_view], Far(np.zeros(2, np.float32)), "the thing")
+    refused(r"x: no way to make a new .*Far; give an array to write into", [new_like], np.zeros(2), Far(0), "x")
     refused("read-only", [check_writable], np.broadcast_to(np.float32(1), 3), "x")
     for wrong in (1, [1.0], "text", None):
         with pytest.raises(TypeError, match=r"the thing is an array .*, not"):
@@ -220,13 +220,6 @@ def test_what_is_no_array_or_cannot_be_read_or_written_to():
     for wrong in (1, [1.0], "text", None, np.float32(1)):
         with pytest.raises(TypeError, match="the thing is an array to write into"):
             check_writable(wrong, "the thing")
-
-
-@pytest.mark.parametrize("make", [np.array, lambda array: ForeignDevice().asarray(array)], ids=["numpy", "device"])
-def test_write_to_views_in_other_dtypes(make):
-    whole = make(np.zeros((3, 4), np.float32))
-    write(whole[:, ::2], np.arange(6, dtype=np.int64), "x")
-    assert host_view(whole, "x").tolist() == [[0, 0, 1, 0], [2, 0, 3, 0], [4, 0, 5, 0]]
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -313,9 +306,7 @@ def test_memory_of_another_library_becomes_an_array_of_jax(dtype, monkeypatch):
 def test_a_tensor_whose_negation_is_still_to_be_made(torch, dtype):
     """Its memory holds the other signs, which DLPack does not say."""
     found = torch._neg_view(torch.tensor([1.0, -2.0], dtype=getattr(torch, dtype)))
-    assert found.is_neg()
     assert host_view(found, "x").tolist() == [-1, 2]
-    assert not is_writable(found, "x")
     refused("x is read-only", [check_writable], found, "x")
 
 
@@ -332,35 +323,17 @@ def test_tensors_that_hold_no_values_of_ours(torch):
     refused("on the device 'meta'", [flat_copy], torch.zeros(2, device="meta"), "x")
 
 
-@on(*(Mode("dist_sync", 2, servers, memory=memory) for servers in (0, 1) for memory in ("auto", "off")))
-def test_stores_take_tensors_on_a_gpu(store, on_a_gpu):
-    """The result lands in the tensor, also in a blocking call, and in one that was made before."""
-    values, workers = numbers((2, 3), "float32"), store.num_workers
-    store.broadcast("w", on_a_gpu(values), out=(tensor := on_a_gpu(np.zeros((2, 3), np.float32))))
-    np.testing.assert_array_equal(host_view(tensor, "x"), values)
-    for i in range(1, 4):
-        store.pushpull("w", tensor)
-        np.testing.assert_array_equal(host_view(tensor, "x"), values * workers**i)
-    store.push("w", [on_a_gpu(values), on_a_gpu(values)])
-    store.pull("w", tensor)
-    np.testing.assert_array_equal(host_view(tensor, "x"), values * 2 * workers)
-
-
 # --- JAX, and libraries that nobody knows
 
 
-def test_jax_arrays_cannot_be_changed(jax):
-    refused(r"x is read-only \(JAX's arrays cannot be changed; with out=None", [check_writable], jax.numpy.ones(2), "x")
-
-
-@pytest.mark.parametrize("transformation", ["jit", "vmap", "grad"])
-def test_what_jax_traces_has_no_values(jax, transformation):
+def test_what_jax_traces_has_no_values(jax):
     def function(x):
         refused(r"x: JAX traces this function .*io_callback", [host_view], x, "x")
         refused("JAX traces this function", [new_like], np.zeros(3), x, "x")
         return x.sum()
 
-    getattr(jax, transformation)(function)(jax.numpy.ones((2, 3)) if transformation == "vmap" else jax.numpy.ones(3))
+    for transformed in (jax.jit(function), jax.vmap(function), jax.grad(lambda x: function(x[0]))):
+        transformed(jax.numpy.ones((2, 3)))
 
 
 def test_new_arrays_lie_where_the_old_one_does(jax):
@@ -377,8 +350,3 @@ def test_jax_without_64_bits():
         text = rf"x: .*holds no {dtype}.*: set jax_enable_x64"
         refused(text, [new_like], np.zeros(2, dtype), like, "x")
     assert new_like(np.zeros(2, BFLOAT16), like, "x").dtype == BFLOAT16
-
-
-def test_a_library_that_says_no_way():
-    other = Far(np.zeros(2))
-    refused(r"x: no way to make a new .*Far; give an array to write into", [new_like], np.zeros(2), other, "x")

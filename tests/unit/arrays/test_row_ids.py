@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from grids import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpikv.arrays import row_ids
@@ -26,6 +26,7 @@ def by_loop(ids, rows, wide):
 
 
 @settings(max_examples=examples(150), deadline=None)
+@example(ids=[7, 3] * 3 * row_ids.PASSES, columns=2, dtype=np.float32, seed=0)  # rows that come very often
 @given(
     ids=st.lists(st.integers(0, 12), max_size=40),
     columns=st.integers(0, 3),
@@ -41,14 +42,6 @@ def test_merge_is_the_sum_in_the_order_given(ids, columns, dtype, seed):
     assert found_ids.tolist() == expected_ids
     assert found.dtype == rows.dtype
     assert found.tobytes() == expected.tobytes()
-
-
-def test_merge_of_a_row_that_comes_very_often():
-    n = 3 * row_ids.PASSES
-    ids = np.array([7, 3] * n)
-    rows = np.random.default_rng(0).normal(size=(2 * n, 2)).astype(np.float32)
-    _, expected = by_loop(ids, rows, F32)
-    assert row_ids.merge(ids, rows, F32)[1].tobytes() == expected.tobytes()
 
 
 @settings(max_examples=examples(90), deadline=None)
@@ -93,10 +86,8 @@ def test_what_is_written_is_read(n_rows, data):
 )
 def test_the_shortest_form(n_rows, n_ids, form, n_bytes):
     written = row_ids.encode(np.arange(n_ids), n_rows)
-    assert written[8] == form
-    assert written.nbytes == 16 + n_bytes
-    if n_rows < 1 << 40:
-        assert np.array_equal(row_ids.decode(written, n_rows)[0], np.arange(n_ids))
+    assert (written[8], written.nbytes) == (form, 16 + n_bytes)
+    assert np.array_equal(row_ids.decode(written, n_rows)[0], np.arange(n_ids))
 
 
 def test_damaged_ids_are_an_error():

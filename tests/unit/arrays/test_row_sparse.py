@@ -52,10 +52,10 @@ def test_values_in_order_are_shared_and_a_sum_is_not():
         (([5], np.ones((1, 2)), (5, 2)), IndexError, "row 5 of an array of 5 rows"),
         (([0, -1], np.ones((2, 2)), (5, 2)), IndexError, "row -1"),
         ((np.array([2**63], np.uint64), np.ones((1, 2)), (5, 2)), IndexError, "9223372036854775808"),
-        (([0.5], np.ones((1, 2)), (5, 2)), TypeError, "whole numbers"),
-        (([True], np.ones((1, 2)), (5, 2)), TypeError, "whole numbers"),
-        ((["a"], np.ones((1, 2)), (5, 2)), TypeError, "whole numbers"),
-        (([[1], [2, 3]], np.ones((1, 2)), (5, 2)), TypeError, "whole numbers"),
+        *(
+            ((ids, np.ones((1, 2)), (5, 2)), TypeError, "whole numbers")
+            for ids in ([0.5], [True], ["a"], [[1], [2, 3]])
+        ),
         (([0, 1], np.ones((1, 2)), (5, 2)), ShapeMismatch, r"2 rows .* \(2, 2\); these values are \(1, 2\)"),
         (([0], np.ones((1, 3)), (5, 2)), ShapeMismatch, r"\(1, 3\)"),
         (([0], np.ones((1, 2), complex), (5, 2)), UnsupportedError, "complex"),
@@ -96,16 +96,17 @@ def of_torch():
 
 
 def of_jax():
-    sparse = frameworks.need("jax.experimental.sparse")
+    jax, sparse = frameworks.need("jax"), frameworks.need("jax.experimental.sparse")
+
+    def made(values, indices, shape=DENSE.shape):
+        return sparse.BCOO((jax.numpy.asarray(values), jax.numpy.asarray(indices)), shape=shape)
+
     with pytest.raises(UnsupportedError, match="batches"):
-        RowSparse.of(sparse.BCOO((np.ones((len(DENSE), 1)), np.zeros((len(DENSE), 1, 1), int)), shape=DENSE.shape))
-    # By elements and by rows, with filling; `fromdense` would have to be compiled.
-    at = np.argwhere(DENSE)
-    elements = sparse.BCOO((np.append(DENSE[tuple(at.T)], 0), np.vstack([at, DENSE.shape])), shape=DENSE.shape)
-    ids = np.flatnonzero(DENSE.any(axis=1))
-    rows = np.vstack([DENSE[ids], np.zeros((1, DENSE.shape[1]))])
-    by_rows = sparse.BCOO((rows, np.append(ids, len(DENSE))[:, None]), shape=DENSE.shape)
-    return [(elements, DENSE), (by_rows, DENSE)]
+        RowSparse.of(made(np.ones((1, 1), "float32"), np.zeros((1, 1, 1), int), (1, 2)))
+    # Elements, and rows; each with filling behind the end.
+    elements = made([1.0, 2, 3, 0], [[0, 1], [2, 0], [2, 1], [3, 2]])
+    rows = made([*DENSE[[0, 2]], [0, 0]], [[0], [2], [3]])
+    return [(elements, DENSE), (rows, DENSE)]
 
 
 @pytest.mark.parametrize("kinds", [of_scipy, of_torch, of_jax])
@@ -119,9 +120,7 @@ def test_of_other_libraries(kinds):
 def test_what_is_not_sparse():
     rows = RowSparse.zeros((2, 2))
     assert RowSparse.of(rows) is rows
-    assert not is_sparse(np.ones(2))
-    assert not is_sparse(frameworks.need("torch").ones(2))
-    assert not is_sparse("text")
+    assert not any(map(is_sparse, (np.ones(2), frameworks.need("torch").ones(2), "text")))
     with pytest.raises(TypeError):
         RowSparse.of("text")
     with pytest.raises(ValueError, match="axis"):

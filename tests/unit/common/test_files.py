@@ -84,16 +84,17 @@ def test_modes_and_links(tmp_path: Path) -> None:
         stream.write(b"half")
         raise KeyError("no")
 
-    with pytest.raises(KeyError):
-        replace_file(file, fail)
-    with pytest.raises(FileNotFoundError) as caught:
-        replace_file(tmp_path / "nowhere" / "file", fail)
-    assert str(caught.value) == f"[Errno 2] No such file or directory: '{tmp_path}/nowhere/file'"
-    assert file.read_bytes() == b"2"
     link.unlink()
     link.symlink_to(link)
-    with pytest.raises(OSError, match="symbolic links"):
-        replace_file(link, fail)
+    nowhere = f"No such file or directory: '{tmp_path}/nowhere/file'$"
+    for path, error, text in (
+        (file, KeyError, "no"),
+        (tmp_path / "nowhere" / "file", FileNotFoundError, nowhere),
+        (link, OSError, "symbolic links"),
+    ):
+        with pytest.raises(error, match=text):
+            replace_file(path, fail)
+    assert file.read_bytes() == b"2"
     assert sorted(os.listdir(tmp_path)) == ["file", "link", "lost", "new"]
 
 
@@ -201,41 +202,27 @@ def test_nobody_reads_a_private_file_while_it_is_written(tmp_path: Path) -> None
     assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (b"new", 0o600)
 
 
-def test_logs(tmp_path: Path) -> None:
-    """Opened anew and emptied, but through no link, and nothing else than a file."""
-    file = tmp_path / "log"
-    for _ in range(2):
-        with open_log(file) as log:
-            assert file.read_bytes() == b""
-            log.write(b"x")
-            assert file.read_bytes() == b"x"
-    (tmp_path / "link").symlink_to(file)
-    (tmp_path / "lost").symlink_to(tmp_path / "new")
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("link", "lost", "pipe"):
-        with pytest.raises(OSError, match=name):
-            open_log(tmp_path / name)
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(OSError, match=r"is a pipe.*; a regular file is expected"):
-        open_log(tmp_path / "pipe")
-    os.close(reader)
-    assert file.read_bytes() == b"x"
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("at", ["link", "pipe"])
-def test_a_log_is_gone_on_with(at: str, tmp_path: Path) -> None:
-    """After what is there, if that is a file; a pipe does not make anybody wait."""
+@pytest.mark.parametrize("keep", [False, True])
+def test_logs(keep: bool, tmp_path: Path) -> None:
+    """Emptied, or gone on with after what is there; but through no link, and nothing else than a file."""
     file = tmp_path / "log"
     for text in (b"1", b"2"):
-        with open_log(file, keep=True) as log:
-            assert log.tell() == file.stat().st_size
+        with open_log(file, keep=keep) as log:
+            assert log.tell() == file.stat().st_size == (text == b"2" and keep)
             log.write(text)
+            assert keep or file.read_bytes() == text
     (tmp_path / "link").symlink_to(file)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match=at):
-        open_log(tmp_path / at, keep=True)
-    assert file.read_bytes() == b"12"
+    (tmp_path / "lost").symlink_to(tmp_path / "new")
+    os.mkfifo(tmp_path / "pipe")  # which does not make anybody wait
+    for name in ("link", "lost", "pipe"):
+        with pytest.raises(OSError, match=name):
+            open_log(tmp_path / name, keep=keep)
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OSError, match=r"is a pipe.*; a regular file is expected"):
+        open_log(tmp_path / "pipe", keep=keep)
+    os.close(reader)
+    assert file.read_bytes() == (b"12" if keep else b"2")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("write", [replace_file, lambda path, _: open_log(path).close(), write_private])

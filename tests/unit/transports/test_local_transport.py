@@ -74,21 +74,14 @@ def test_one_message(n_bytes, shared):
             data = a.segment.take(n_bytes)
             data[:] = numbers(n_bytes, a.rank)
         outs = np.zeros((3, n_bytes), np.uint8)
-        requests = [b.irecv(outs[0], a.rank, 7), a.isend(data, b.rank, 7)]
-        settle([a, b], requests)
+        settle([a, b], [b.irecv(outs[0], a.rank, 7), a.isend(data, b.rank, 7)])
 
-        requests = [a.isend(data, b.rank, 7)]
-        settle([a, b])
-        requests.append(b.irecv(outs[1], a.rank, 7))
-        settle([a, b], requests)
-
-        requests = [a.isend(data, b.rank, 8)]
+        sent = [a.isend(data, b.rank, tag) for tag in (7, 8)]
         settle([a, b])
         assert b.probe(9) is None
         incoming = b.probe(8)
         assert (incoming.source, incoming.n_bytes) == (a.rank, n_bytes)
-        requests.append(incoming.receive(outs[2]))
-        settle([a, b], requests)
+        settle([a, b], [*sent, b.irecv(outs[1], a.rank, 7), incoming.receive(outs[2])])
         assert b.probe(8) is None
         assert (outs == data).all()
 
@@ -176,17 +169,13 @@ def test_many_messages(workers, servers, long, data):
         for _ in range(400):
             for transport in transports:
                 transport.probe(99)
-            done = [request.test() for request in requests]
-            if all(done):
+            if all(request.test() for request in requests):
                 break
         assert all(request.test() for request in requests)
         for out, array in received:
             assert (out == array).all()
 
-    if long:
-        with long_messages():
-            run()
-    else:
+    with long_messages() if long else contextlib.nullcontext():
         run()
 
 
@@ -277,13 +266,11 @@ def test_a_bell_wakes_who_sleeps(wakers):
 
 
 def test_nobody_is_woken_who_does_not_sleep(wakers):
+    """Nor does anybody sleep who has something to handle."""
     wakers[1].wake_sleeper(0)
     wakers[0].wake_self()
     assert select.select([wakers[0]._own], [], [], 0)[0] == []
     wakers[0].sleep(0.001)  # ends by itself
-
-
-def test_who_has_something_to_handle_does_not_sleep(wakers):
     wakers[0].waiting = lambda: True
     wakers[0].sleep(60.0)
 
@@ -305,21 +292,16 @@ def test_what_a_worker_hands_to_the_server_in_its_process() -> None:
     arrays = [space.from_host(np.full(3, i, np.dtype(np.float16))) for i in range(4)]
     targets = [space.zeros(3, np.dtype(np.float32)) for _ in range(4)]
     with space.in_stream():  # as whoever holds the engine's lock is
-        first, second = handed.send(arrays[0], 7), handed.send(arrays[1], 7)
-        other = handed.receive(targets[3], 8)
-        assert not any(one.test() for one in (first, second, other))
-        came = handed.receive(targets[0], 7)
-        assert came.test()
-        assert first.test()
-        assert not second.test()
+        under_way = handed.send(arrays[0], 7), handed.send(arrays[1], 7), handed.receive(targets[3], 8)
+        assert [one.test() for one in under_way] == [False] * 3
+        assert handed.receive(targets[0], 7).test()
+        assert [one.test() for one in under_way] == [True, False, False]
         assert handed.receive(targets[1], 7).test()
-        assert second.test()
         assert handed.send(arrays[3], 8).test()
-        assert other.test()
+        assert [one.test() for one in under_way] == [True] * 3
     assert [space.to_host(one).tolist() for one in targets] == [[0] * 3, [1] * 3, [0] * 3, [3] * 3]
     assert not handed._sent
     assert not handed._asked
 
     dropped, sent = handed.receive(None, 1), handed.send(arrays[0], 1)  # what nobody wants is thrown away
-    assert dropped.test()
-    assert sent.test()
+    assert (dropped.test(), sent.test()) == (True, True)
