@@ -133,6 +133,12 @@ class Job:
     def output(self) -> str:
         return self.stdout + self.stderr
 
+    def check(self, status: int | None = 0) -> None:
+        """It has ended in time, has left nothing, and its status is this, None: any but 0."""
+        assert not self.timed_out, self.output
+        assert (self.status != 0) if status is None else (self.status == status), self.output
+        assert self.ranks_left == [], self.output
+
 
 class Running:
     """A job under way. `result` is there after `finish`, which the `with` block of `start` calls."""

@@ -181,26 +181,21 @@ def test_training_finds_the_same_weights(  # noqa: PLR0917 - fixtures
     [
         ("raises", r"\[rank 1 of 4 on \w+\] RuntimeError: boom on one worker"),
         ("exits", r"\[rank 1 of 4 on \w+\] sys\.exit\(3\)"),
+        ("forever", ""),
     ],
 )
-def test_a_failing_rank_ends_the_job(
+def test_a_rank_that_fails_or_is_killed_ends_the_job(
     cluster: Slurm | GridEngine, start: Start, case: str, said_so: str, tmp_path: Path
 ) -> None:
     with cluster.hosts.nothing_left():
         batch = Batch(cluster, start.mpi, tmp_path, start.options(), looping(case), start.script)
-        batch.said(said_so)
+        if said_so:
+            batch.said(said_so)
+        else:
+            ranks = batch.workers()
+            assert ranks["3"][2] != ranks["0"][2]  # on another host than mpirun
+            cluster.hosts.run(cluster.hosts[0], "kill", "-9", ranks["3"][3])  # process numbers are shared
         job = batch.ended(30)
-    assert job.status > 0, job.output
-
-
-@on_all()
-def test_a_killed_rank_ends_the_job(cluster: Slurm | GridEngine, start: Start, tmp_path: Path) -> None:
-    with cluster.hosts.nothing_left():
-        batch = Batch(cluster, start.mpi, tmp_path, start.options(), looping("forever"), start.script)
-        ranks = batch.workers()
-        cluster.hosts.run(cluster.hosts[0], "kill", "-9", ranks["3"][3])  # process numbers are shared
-        job = batch.ended(30)
-    assert ranks["3"][2] != ranks["0"][2]  # on another host than mpirun
     assert job.status > 0, job.output
 
 

@@ -36,7 +36,7 @@ def test_training_on_three_hosts(  # noqa: PLR0917
     with ssh_hosts.nothing_left():
         options = ["-n", 4, "-s", servers, "-H", host_file(ssh_hosts), "--launcher", launcher]
         job = launch(ssh_hosts, mpi, options, training.command(images, weights), **training.SAME_BITS)
-    assert (job.status, job.ranks_left) == (0, []), job.output
+    job.check()
     training.assert_same_bits(training.read(weights), learned(4))
     assert re.search(r"^\[worker 0 @ h\d\] accuracy", job.stdout, re.M), job.output
 

@@ -46,7 +46,7 @@ def test_a_failing_rank(  # noqa: PLR0917
 ) -> None:
     with ssh_hosts.nothing_left():
         job = launch(ssh_hosts, mpi, options, looping(case))
-    assert (job.status, job.ranks_left, job.timed_out) == (status, [], False), job.output
+    job.check(status)
     assert re.search(said, job.output, re.M), job.output
     assert "no process of the job is left on h1, h2, h3" in job.stderr
 
@@ -56,7 +56,7 @@ def test_a_killed_rank(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object])
     with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, looping("forever")) as running:
         running.kill(ready(running)[2])
     job = running.result
-    assert (job.status, job.ranks_left, job.timed_out) == (128 + signal.SIGKILL, [], False), job.output
+    job.check(128 + signal.SIGKILL)
     assert re.search(r"^mpikv launch: .*worker 2.* h3.*(SIGKILL|killed)", job.stderr, re.M), job.output
 
 
@@ -70,7 +70,7 @@ def test_an_ended_launcher(ssh_hosts: Network, mpi: jobs.Mpi, options: list[obje
         ready(running)
         running.kill(running.pid, signum)
     job = running.result
-    assert (job.status, job.ranks_left, job.timed_out) == (128 + signum, [], False), job.output
+    job.check(128 + signum)
     assert signum.name in job.stderr
     assert "no process of the job is left on h1, h2, h3" in job.stderr
 
@@ -93,8 +93,7 @@ def test_an_unreachable_host(ssh_hosts: Network, mpi: jobs.Mpi, options: list[ob
     ssh_hosts.cut(ssh_hosts[2])
     with ssh_hosts.nothing_left():
         job = launch(ssh_hosts, mpi, options, looping("forever"))
-    assert (job.ranks_left, job.timed_out) == ([], False), job.output
-    assert job.status != 0
+    job.check(None)
     assert re.search(r"1 of 3 hosts cannot be used:\s+h3: .*(timed out|No route)", job.stderr), job.output
 
 

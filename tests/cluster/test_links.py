@@ -34,7 +34,7 @@ def exchanged(hosts: Network, kind: str, ranks: tuple[int, ...], n: int, rounds:
         pytest.skip(f"no {kind} in any known environment")
     command = ["python", PROGRAM, str(n), str(rounds)]
     job = jobs.mpirun(sum(ranks), command, mpi=hosts.mpi(mpi), options=hosts.options(mpi, ranks), timeout_s=60)
-    assert (job.status, job.ranks_left) == (0, []), job.output
+    job.check()
     found = re.search(r"found (\{.*\})", job.stdout)
     assert found is not None, job.output
     return json.loads(found[1])

@@ -40,7 +40,7 @@ def on_one_machine(workers: int, images: Path, folder: Path, steps: int = STEPS)
     file = folder / f"{workers}-{steps}.npz"
     mpi = jobs.find_mpi("mpich") or jobs.find_mpi()
     job = jobs.mpirun(workers, command(images, file, steps=steps), mpi=mpi, env=SAME_BITS)
-    assert (job.status, job.ranks_left) == (0, []), job.output
+    job.check()
     return read(file)
 
 

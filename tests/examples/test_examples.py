@@ -37,8 +37,7 @@ def run(example: str, *arguments: object, n: int | None = None, timeout_s: float
     line = ["python", str(EXAMPLES / example), *map(str, arguments)]
     if n is not None:
         job = jobs.mpirun(n, line, timeout_s=timeout_s)
-        assert not job.timed_out, job.output
-        assert (job.status, job.ranks_left) == (0, []), job.output
+        job.check()
         return job.stdout
     mpi = jobs.find_mpi()
     assert mpi is not None
@@ -235,7 +234,7 @@ def test_help_is_printed_by_the_first_rank_and_nothing_else_is_done(
 @pytest.mark.whole_job
 def test_a_wrong_option_is_said_once() -> None:
     job = jobs.mpirun(3, ["python", str(EXAMPLES / "tour.py"), "--fast"], timeout_s=LIMIT_S)
-    assert (job.status, job.ranks_left) == (2, []), job.output
+    job.check(2)
     assert job.output.count("tour.py: error: unrecognized arguments: --fast") == 1
 
 

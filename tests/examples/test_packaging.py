@@ -1,4 +1,6 @@
-"""The package installs from a wheel and from a source distribution, into environments with nothing else in them."""
+"""As a new user would begin: the package installs from a wheel and from a source distribution, into environments with
+nothing else in them, and the accuracies that the documents name are reached in a fresh clone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import clone
 import jobs
 import pytest
 
-LIMIT_S = 400  # of one command, some of which download
+LIMIT_S = 1500  # of one command: some download, the demonstration installs and trains, too
+TOLERANCE = 0.015  # the last digits depend on the processor, by way of NumPy's matrix products
 
 
 def run(*words: object, cwd: Path) -> str:
@@ -68,3 +71,39 @@ def test_wheel_and_source_distribution_install(tmp_path: Path) -> None:
     first = sources / "examples/first.py"
     launched = run(commands / "mpikv", "launch", "-n", 2, "-s", 0, commands / "python", first, cwd=tmp_path)
     assert "] workers: 2 [9.7 9.7 9.7]\n" in launched
+
+
+def promised(document: str, pattern: str) -> float:
+    """The number that a document names."""
+    found = set(re.findall(pattern, (clone.ROOT / document).read_text()))
+    assert len(found) == 1, f"{document} names {sorted(found)}"
+    return float(found.pop())
+
+
+def reached(output: str) -> float:
+    """The accuracy in the last line that has one."""
+    found = re.findall(r"\baccuracy (0\.\d{4}|1\.0000) after", output)
+    assert found, output
+    return float(found[-1])
+
+
+@pytest.mark.full
+@pytest.mark.whole_job
+@pytest.mark.timeout(2400)
+def test_the_demonstration_and_the_batch_job_reach_what_is_promised(tmp_path: Path) -> None:
+    """In a fresh clone, as a new user would start: scripts/demo makes the environment and gets the images."""
+    clone.into(tmp_path)
+    output = run(tmp_path / "scripts/demo", cwd=tmp_path)
+    assert re.search(r"^Command: OMP_NUM_THREADS=1 .venv/bin/mpirun ", output, re.MULTILINE), output
+    if "could not be fetched" in output:  # trained on other images
+        pytest.skip("Fashion-MNIST could not be fetched")
+    assert reached(output) == pytest.approx(promised("README.md", r"accuracy of (0\.\d+)"), abs=TOLERANCE)
+
+    images = re.search(r"^data: .* from (\S+?);?$", output, re.MULTILINE)
+    assert images, output
+    program = "python examples/train_mnist.py --network mlp --num-epochs 2 --num-examples 12000"
+    assert program in (clone.ROOT / "docs/clusters.md").read_text()
+    line = f". .venv/bin/activate && mpikv launch -n 4 -s 2 {program} --data-dir {images[1]}"
+    output = run("bash", "-c", line, cwd=tmp_path)
+    wanted = promised("docs/clusters.md", r"accuracy (0\.\d{4}) after 2 epochs")
+    assert reached(output) == pytest.approx(wanted, abs=TOLERANCE)

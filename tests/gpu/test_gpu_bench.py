@@ -19,7 +19,7 @@ def bench(kind: str, n: int, tmp_path: Path, *words: str) -> dict[str, Any]:
     path = tmp_path / "run.json"
     line = ["python", PROGRAM, kind, *words, "--iterations", "2", "--json", str(path)]
     job = mpirun(n, line, timeout_s=200)
-    assert (job.status, job.ranks_left) == (0, []), job.output
+    job.check()
     found = json.loads(path.read_text())
     assert {row["wrong"] for row in found["rows"]} == {0}
     return found

@@ -46,8 +46,7 @@ def run(path: str, mpi: Mpi, folder: Path, case: str, when: str, *, program: str
         running.end()
         raise
     job = running.finish()
-    assert not job.timed_out, job.output
-    assert (job.status, job.ranks_left) == (0, []), job.output
+    job.check()
     return job
 
 

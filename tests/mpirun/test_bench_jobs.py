@@ -33,8 +33,7 @@ def measured(n: int, folder: Path, line: str, **more: Any) -> tuple[dict[str, An
     """What a benchmark of some ranks writes by --json, and its job."""
     path = folder / "run.json"
     job = bench(n, *line.split(), "--json", str(path), **more)
-    assert job.status == 0, job.output
-    assert job.ranks_left == []
+    job.check()
     return json.loads(path.read_text()), job
 
 

@@ -19,16 +19,14 @@ def run(case: str) -> Job:
 def test_programs_that_still_run_when_the_next_call_is_made() -> None:
     """JAX returns before a program has ended; calls are made in order, and the store closes after the last one."""
     job = run("waits")
-    assert (job.status, job.ranks_left) == (0, []), job.output
+    job.check()
     assert sorted(job.stdout.splitlines()) == [f"worker {rank}: {value}" for rank in range(2) for value in (0.5, 2.0)]
 
 
 @pytest.mark.thorough
 def test_an_error_inside_of_a_compiled_program_ends_the_job() -> None:
     job = run("raise")
-    assert job.status != 0
-    assert not job.timed_out, job.output
-    assert job.ranks_left == []
+    job.check(None)
     assert "ShapeMismatch: a call of mpikv.jax: the workers differ" in job.stderr
     assert "worker 0: allreduce(sum) of ['x']: float32[400, 400]; worker 1: allreduce(sum) of ['x']: float32[3]" in (
         job.stderr

@@ -29,9 +29,7 @@ PROGRAMS = {
 def test_one_line(mpi, case: str) -> None:
     program, line = PROGRAMS[case]
     job = mpirun(3, ["python", "-c", program], timeout_s=40, mpi=mpi)
-    assert not job.timed_out, job.output
-    assert job.status == 2, job.output
-    assert job.ranks_left == [], job.output
+    job.check(2)
     (said,) = re.findall(r"^mpikv: error: .*$", job.output, re.MULTILINE)
     assert re.fullmatch(rf"mpikv: error: \[rank 0 of 3 on \S+\] {line}", said), job.output
     assert "Traceback" not in job.output

@@ -30,9 +30,7 @@ def ranks(running: Running) -> list[int]:
 
 
 def check_stopped(job: Job, workers: Sequence[int], *, common: bool = True) -> None:
-    assert not job.timed_out, job.output
-    assert job.status == 0, job.output
-    assert job.ranks_left == [], job.output
+    job.check()
     found = {int(rank): (int(own), int(most)) for rank, own, most in
              re.findall(r"(\d) stopped after (\d+) of (\d+) steps", job.stdout)}  # fmt: skip
     assert sorted(found) == sorted(workers), job.output
@@ -84,7 +82,5 @@ def test_program_that_does_not_listen_dies_of_the_second_signal(mpi) -> None:
         assert pid in running.processes()
         running.kill(pid, signal.SIGTERM)
     job = running.result
-    assert not job.timed_out, job.output
-    assert job.status != 0, job.output
-    assert job.ranks_left == [], job.output
+    job.check(None)
     assert "stopped after" not in job.stdout, job.output

@@ -1,4 +1,4 @@
-"""A few steps with servers or without, of which one rank may be killed in the middle."""
+"""A few steps, with servers or without, in the middle of which a rank is killed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import os
 import re
 import signal
-import sys
 import time
 
 import numpy as np
@@ -27,10 +26,8 @@ with kv.create("dist_sync") as store:
     store.init(["w", "v"], [np.zeros(300_000, "float32"), np.zeros(7, "float32")])
     values = [np.ones(300_000, "float32"), np.ones(7, "float32")]
     for step in range(5):
-        with store.span("forward"):
-            time.sleep(0.7 if store.rank == 1 else 0.001)  # longer in all than a busy machine stops another one
         store.pushpull(["w", "v"], values)
-        if step == 2 and "killed" in sys.argv and store.rank == 1:
+        if step == 2 and store.rank == 1:
             while not written():  # the test ends the job where that never comes
                 time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
