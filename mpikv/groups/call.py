@@ -31,16 +31,26 @@ DEFAULT = Options()
 class GroupCall:
     """One call. number: counts the group's calls, the same on all ranks; -1 for a message between two ranks.
 
-    text: describes the call; the same on all ranks. queued: it has not begun, since calls before it have not ended.
+    text: describes the call; the same on all ranks. before: the call that ends before `steps` begin; queued: that has
+    not ended.
     need: what other ranks must come to before it can end, as `World` knows it; None: unknown. waited_s, asked: for
     watch.py: how long it has waited since it began, and whether the other ranks have been asked about it.
     """
 
-    def __init__(self, group: RankGroup, number: int, text: str, options: Options) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        number: int,
+        text: str,
+        options: Options,
+        steps: Steps[Any],
+        *,
+        before: GroupCall | None = None,
+    ) -> None:
         self.group, self.number, self.text = group, number, text
         self.timeout_s = group.timeout_s if options.timeout_s is None else options.timeout_s
         self.finish = options.finish
-        self.running: Running[Any] = Running(_nothing(), text)
+        self.running = Running(group.watched(self, steps, before), text)
         self.started_s = group.engine.clock.now_s()
         self.waited_s = 0.0
         self.asked = self.queued = False
@@ -84,10 +94,6 @@ class GroupCall:
     def ended(self) -> None:
         for callback in self._callbacks:
             callback()
-
-
-def _nothing() -> Steps[None]:
-    yield from ()
 
 
 def spin(running: Running[Any], clock: Clock) -> None:

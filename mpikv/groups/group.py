@@ -17,7 +17,7 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.digests import digest
 from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Steps
-from mpikv.engine.running import Ended, Running
+from mpikv.engine.running import Ended
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.groups.call import DEFAULT, GroupCall, Options, spin
 from mpikv.groups.collective import Collective
@@ -118,7 +118,7 @@ class RankGroup:
 
         with self._order:
             _count(self._sent, (self.group.ranks[dest], tag))
-        return self._begin(self._prepare(GroupCall(self, -1, f"send to {dest} with tag {tag}", options), steps()))
+        return self._begin(GroupCall(self, -1, f"send to {dest} with tag {tag}", options, steps()))
 
     def receive(self, array: HostArray, source: int | None, tag: int, options: Options = DEFAULT) -> GroupCall:
         """Receive exactly `array` from a rank of the group, None: from any. The call's result is that rank."""
@@ -126,12 +126,12 @@ class RankGroup:
         sender = "any rank" if source is None else str(source)
         with self.engine.lock:
             steps = self._messages.receive_queue(found).receive(array, source)
-        call = GroupCall(self, -1, f"recv from {sender} with tag {tag}", options)
+        call = GroupCall(self, -1, f"recv from {sender} with tag {tag}", options, steps)
         if source is not None:  # a receive from any rank may take the messages that others wait for: these need more
             from_ = self.group.ranks[source]
             if (n := _count(self._received, (from_, tag))) is not None:
                 call.need = "sent", [self.number, from_, self.group.ranks[self.rank], tag, n]
-        return self._begin(self._prepare(call, steps))
+        return self._begin(call)
 
     def has_sent(self, dest: int, tag: int, n: int) -> bool:
         """Whether this rank has begun to send n messages with a tag; yes where that is not counted any more."""
@@ -152,17 +152,17 @@ class RankGroup:
         if self.shared is not None and described.in_memory is not None:
             through_memory = self.shared.run(code, partial(described.in_memory, self.shared))
         with self._order:  # a callback of a future may make calls in another thread
-            call = GroupCall(self, self._count(text), text, options)
-            if through_memory is not None or described.of_all:
-                call.need = "made", [self.number, call.number]
+            number = self._count(text)
             if through_memory is None:
                 before = self._window[0] if len(self._window) == self._window.maxlen else None
+                steps = described.by_messages(self._messages, self.tags.of_call(number, code))
+                call = GroupCall(self, number, text, options, steps, before=before)
                 self._window.append(call)
-                steps = described.by_messages(self._messages, self.tags.of_call(call.number, code))
             else:
-                before, self._last = self._last, call
-                steps = through_memory
-            self._prepare(call, _after(call, before, steps))  # within the lock: the next call waits for `call.running`
+                before = self._last
+                call = self._last = GroupCall(self, number, text, options, through_memory, before=before)
+            if through_memory is not None or described.of_all:
+                call.need = "made", [self.number, number]
         on_the_spot = through_memory is not None and (before is None or before.done)  # else it would not move
         return self._begin(call, on_the_spot=on_the_spot)
 
@@ -171,10 +171,6 @@ class RankGroup:
         self.texts[self.calls] = text
         self.texts.pop(self.calls - REMEMBERED, None)
         return self.calls
-
-    def _prepare(self, call: GroupCall, steps: Steps[Any]) -> GroupCall:
-        call.running = Running(self._watched(call, steps), call.text)
-        return call
 
     def _begin(self, call: GroupCall, *, on_the_spot: bool = False) -> GroupCall:
         running = call.running
@@ -189,8 +185,14 @@ class RankGroup:
             raise running.error
         return call
 
-    def _watched(self, call: GroupCall, steps: Steps[Any]) -> Steps[Any]:
+    def watched(self, call: GroupCall, steps: Steps[Any], before: GroupCall | None) -> Steps[Any]:
         try:
+            if before is not None and not before.done:
+                call.queued = True
+                yield Ended(before.running)
+                call.queued = False
+                if before.error is not None:
+                    raise MpikvError(f"the call before it has failed: {before.error}") from before.error
             result = yield from steps
             if call.finish is not None:
                 call.finish()
@@ -266,13 +268,3 @@ def _count(counts: dict[tuple[int, int], int], pair: tuple[int, int]) -> int | N
         return None
     counts[pair] = counts.get(pair, 0) + 1
     return counts[pair]
-
-
-def _after(call: GroupCall, before: GroupCall | None, steps: Steps[None]) -> Steps[None]:
-    if before is not None and not before.done:
-        call.queued = True
-        yield Ended(before.running)
-        call.queued = False
-        if before.error is not None:
-            raise MpikvError(f"the call before it has failed: {before.error}") from before.error
-    yield from steps

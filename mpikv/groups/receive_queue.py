@@ -38,15 +38,9 @@ class ReceiveQueue:
 
     def receive(self, buf: HostArray, source: int | None) -> Steps[int]:
         """Receive exactly `buf.nbytes` bytes from a rank of the group, None: any. Returns that rank."""
-        posted = self._post(source)
-        return self._receive(posted, buf)
+        return self._receive_all({self._post(source): buf})
 
-    def _receive(self, posted: _Posted, buf: HostArray) -> Steps[int]:
-        yield from self._receive_all({posted: buf})
-        assert posted.found is not None
-        return self.group.ranks.index(posted.found.source)
-
-    def receive_all(self, bufs: Mapping[int, HostArray]) -> Steps[None]:
+    def receive_all(self, bufs: Mapping[int, HostArray]) -> Steps[int]:
         """Receive exactly `bufs[rank]` from each rank in it, in the order in which the messages arrive."""
         return self._receive_all({self._post(rank): buf for rank, buf in bufs.items()})
 
@@ -55,17 +49,20 @@ class ReceiveQueue:
         self._posted.append(posted)
         return posted
 
-    def _receive_all(self, wanted: dict[_Posted, HostArray]) -> Steps[None]:
-        waiting, receives, wrong = dict(wanted), [], []
+    def _receive_all(self, wanted: dict[_Posted, HostArray]) -> Steps[int]:
+        """Returns who has sent the last one that was matched."""
+        waiting, receives, wrong, sender = dict(wanted), [], [], -1
 
         def match_all() -> bool:
+            nonlocal sender
             for posted in [one for one in waiting if self._match(one)]:
                 incoming, buf = posted.found, waiting.pop(posted)
                 assert incoming is not None
+                sender = self.group.ranks.index(incoming.source)
                 if incoming.n_bytes != buf.nbytes:
                     wrong.append(
-                        f"the message of rank {self.group.ranks.index(incoming.source)} of the group has "
-                        f"{incoming.n_bytes} bytes, the tensor to receive it has {buf.nbytes}"
+                        f"the message of rank {sender} of the group has {incoming.n_bytes} bytes, the tensor to "
+                        f"receive it has {buf.nbytes}"
                     )
                     # It is received even so, since its sender waits for that.
                     buf = np.empty(incoming.n_bytes, np.uint8)
@@ -80,6 +77,7 @@ class ReceiveQueue:
         if wrong:
             raise ShapeMismatch("; ".join(wrong))
         yield from receives
+        return sender
 
     def _match(self, posted: _Posted) -> bool:
         if posted.found is None:

@@ -1,9 +1,8 @@
 """What ranks ask and tell each other beside the calls of their groups, by control messages (session/messages.py).
 
-One rank keeps the rendezvous store: keys and values that ranks exchange before they can form groups, as
-`torch.distributed` has it. By `status` a rank that waits for long asks the others how far they are. Two messages have
-no answer: that a rank leaves, and that a call of a group has failed on it. Answers that nobody waits for any more are
-dropped.
+One rank keeps the rendezvous store: keys and values that ranks exchange before they can form groups, as PyTorch's
+stores are. Two messages have no answer: that a rank leaves, and that a call of a group has failed on it. Answers that
+nobody waits for any more are dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from mpikv.engine.operation import Predicate, Steps
 from mpikv.session.messages import ControlMessages, Message
 
 STORE_RANK = 0  # the rank that keeps the rendezvous store
-Status = dict[str, Any]
 Reply = Callable[[list[bytes]], None]
 
 
@@ -72,11 +70,8 @@ class RendezvousStore:
 class Service:
     """One rank's side. failed: called when a call has failed on another rank, with rank, group, call and text."""
 
-    status: Callable[[Status], Status | None]  # returns the answer to `status` requests; watch.py sets it
-
     def __init__(self, messages: ControlMessages, failed: Callable[[int, int, int, str], None]) -> None:
         self._messages, self._failed = messages, failed
-        self._rank, self._now_s = messages.workers.rank, messages.engine.clock.now_s
         self._store = RendezvousStore()
         self._number = 0
         self._answers: dict[int, Message | None] = {}  # to the requests under way, by their number
@@ -84,7 +79,6 @@ class Service:
         self.left: dict[int, dict[int, int]] = {}
         messages.acts |= {
             "store": self._on_store,
-            "status": self._on_status,
             "answer": self._on_answer,
             "leave": lambda source, message: self.left.update({source: dict(message["calls"])}),
             "failed": lambda source, message: self._failed(source, *message["what"]),
@@ -101,11 +95,8 @@ class Service:
         except ValueError as error:  # a mistake of the rank that asks, which raises it there
             self._reply(source, message, error=str(error))
 
-    def _on_status(self, source: int, message: Message) -> None:
-        self._reply(source, message, status=self.status(message["about"]))
-
     def _reply(self, source: int, request: Message, **answer: Any) -> None:
-        self._messages.send(source, {"kind": "answer", "number": request["number"], **answer})
+        self._messages.send_to(source, {"kind": "answer", "number": request["number"], **answer})
 
     def _on_answer(self, _source: int, message: Message) -> None:
         if message["number"] in self._answers:
@@ -120,42 +111,24 @@ class Service:
 
     def ask(self, verb: str, keys: Sequence[str] = (), values: Sequence[bytes] = ()) -> Steps[list[bytes]]:
         """Send a request to the rendezvous store, and return its answer."""
-        if self._rank == STORE_RANK:
-            answers: list[list[bytes]] = []
-            self._store.handle(verb, keys, values, answers.append)
-            if not answers:
-                yield Predicate(lambda: bool(answers))
-            return answers[0]
-        request = {"kind": "store", "verb": verb, "keys": list(keys), "values": _as_text(values)}
-        answer = yield from self._request(STORE_RANK, request)
+        self._number = number = self._number + 1
+        self._answers[number] = None
+        request = {"kind": "store", "number": number, "verb": verb, "keys": list(keys), "values": _as_text(values)}
+        self._messages.send_to(STORE_RANK, request)
+        try:
+            yield Predicate(lambda: self._answers[number] is not None)
+            answer = self._answers[number]
+        finally:
+            del self._answers[number]
         assert answer is not None
         if "error" in answer:
             raise ValueError(answer["error"])
         return [b64decode(one) for one in answer["values"]]
 
-    def ask_status(self, rank: int, about: Status, limit_s: float) -> Steps[Status | None]:
-        """Return the status of `rank` (`CallWatch.status`); None if it has not answered within `limit_s`."""
-        answer = yield from self._request(rank, {"kind": "status", "about": about}, limit_s)
-        return None if answer is None else answer["status"]
-
     def leave(self, calls: dict[int, int]) -> Steps[None]:
         """Report to STORE_RANK that this rank leaves. calls: how many calls of each group it has made."""
-        if self._rank == STORE_RANK:
-            self.left[STORE_RANK] = calls
-        else:
-            self._messages.send(STORE_RANK, {"kind": "leave", "calls": list(calls.items())})
-            yield Predicate(self._messages.sent)
-
-    def _request(self, rank: int, message: Message, limit_s: float = float("inf")) -> Steps[Message | None]:
-        self._number = number = self._number + 1
-        answers, deadline_s = self._answers, self._now_s() + limit_s
-        answers[number] = None
-        self._messages.send(rank, {**message, "number": number})
-        try:
-            yield Predicate(lambda: answers[number] is not None or self._now_s() > deadline_s)
-            return answers[number]
-        finally:
-            del answers[number]
+        self._messages.send_to(STORE_RANK, {"kind": "leave", "calls": list(calls.items())})
+        yield Predicate(self._messages.sent)
 
 
 def _as_text(values: Sequence[bytes]) -> list[str]:

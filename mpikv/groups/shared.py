@@ -22,7 +22,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import Reduction
-from mpikv.collectives.shared import Chunk, ChunkWords, copy_all, run_chunks, summed
+from mpikv.collectives.shared import Chunk, ChunkWords, Sum, copy_all, run_chunks, summed
 from mpikv.collectives.shared_plans import CHUNK_BYTES, TINY_BYTES, range_of
 from mpikv.engine.operation import Steps
 from mpikv.errors import MpikvError
@@ -63,6 +63,10 @@ class SharedCalls:
         slot = (self._chunks + chunk) % SLOTS
         begin = self._slots_begin + (rank * SLOTS + slot) * CHUNK_BYTES + offset_bytes
         return self._memory.array(begin, n_elems, dtype)
+
+    def _slots(self, chunk: int, like: HostArray, offset_bytes: int = 0) -> list[HostArray]:
+        """Return room for an array like this in each rank's slot."""
+        return [self._slot(rank, chunk, like.dtype, like.size, offset_bytes) for rank in range(self.size)]
 
     # --- running a call
 
@@ -111,48 +115,49 @@ class SharedCalls:
         return [self._allreduce(operator, i, values) for i, values in _views(arrays)]
 
     def _allreduce(self, operator: Reduction, i: int, values: HostArray) -> Chunk:
-        chunk = Chunk()
-        slots = [self._slot(rank, i, values.dtype, values.size) for rank in range(self.size)]
+        chunk, slots = Chunk(), self._slots(i, values)
         if values.nbytes <= TINY_BYTES:
             chunk.fills.append(slots[self.rank], values)
             chunk.sums.append(summed(values, slots, op=operator))
             return chunk
         for rank in range(self.size):
             begin, end = range_of(rank, self.size, values.size, values.itemsize)
-            if begin == end:
-                continue
-            if rank == self.rank:
-                sources = [values[begin:end] if one == rank else slots[one][begin:end] for one in range(self.size)]
-                # The result is built up in the slot, not in `values`, which is one of the sources.
-                chunk.sums.append(summed(slots[rank][begin:end], sources, [values[begin:end]], op=operator))
-            else:
+            if begin < end and rank == self.rank:
+                part = values[begin:end]
+                chunk.sums.append(self._sum([slot[begin:end] for slot in slots], part, part, operator))
+            elif begin < end:
                 chunk.fills.append(slots[self.rank][begin:end], values[begin:end])
                 chunk.drains.append(values[begin:end], slots[rank][begin:end])
         return chunk
 
+    def _sum(self, slots: Sequence[HostArray], mine: HostArray, out: HostArray, operator: Reduction) -> Sum:
+        """Combine this rank's values and what is in the others' slots. The result is built up in this rank's slot, not
+        in `out`, which may be one of the sources.
+        """
+        sources = [mine if rank == self.rank else slots[rank] for rank in range(self.size)]
+        return summed(slots[self.rank], sources, [out], op=operator)
+
     def reduce(self, values: HostArray, out: HostArray, operator: Reduction, root: int) -> list[Chunk]:
         chunks = []
         for i, span in enumerate(_slices(values)):
-            chunk, mine = Chunk(), values[span]
-            slots = [self._slot(rank, i, values.dtype, mine.size) for rank in range(self.size)]
+            chunk, mine, slots = Chunk(), values[span], self._slots(i, values[span])
             if self.rank != root:
                 chunk.fills.append(slots[self.rank], mine)
             else:
-                sources = [mine if rank == root else slots[rank] for rank in range(self.size)]
-                chunk.sums.append(summed(slots[root], sources, [out[span]], op=operator))
+                chunk.sums.append(self._sum(slots, mine, out[span], operator))
             chunks.append(chunk)
         return chunks
 
     def broadcast(self, arrays: Sequence[HostArray], root: int) -> list[Chunk]:
-        return [self._broadcast(root, i, values) for i, values in _views(arrays)]
-
-    def _broadcast(self, root: int, i: int, values: HostArray) -> Chunk:
-        chunk, slot = Chunk(), self._slot(root, i, values.dtype, values.size)
-        if self.rank == root:
-            chunk.fills.append(slot, values)
-        else:
-            chunk.drains.append(values, slot)
-        return chunk
+        chunks = []
+        for i, values in _views(arrays):
+            chunks.append(Chunk())
+            slot = self._slot(root, i, values.dtype, values.size)
+            if self.rank == root:
+                chunks[i].fills.append(slot, values)
+            else:
+                chunks[i].drains.append(values, slot)
+        return chunks
 
     def allgather(self, pairs: Sequence[tuple[HostArray, Sequence[HostArray]]]) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -182,14 +187,11 @@ class SharedCalls:
                     if i == len(chunks):
                         chunks.append(Chunk())
                     mine = values[span]
-                    slots = [
-                        self._slot(rank, i, mine.dtype, mine.size, dest * share_bytes) for rank in range(self.size)
-                    ]
+                    slots = self._slots(i, mine, dest * share_bytes)
                     if dest != self.rank:
                         chunks[i].fills.append(slots[self.rank], mine)
-                        continue
-                    sources = [mine if rank == dest else slots[rank] for rank in range(self.size)]
-                    chunks[i].sums.append(summed(slots[dest], sources, [out[span]], op=operator))
+                    else:
+                        chunks[i].sums.append(self._sum(slots, mine, out[span], operator))
         return chunks
 
 

@@ -17,10 +17,11 @@ from mpikv.engine.operation import Predicate, Steps
 from mpikv.errors import PeerError, StallError
 from mpikv.groups.call import GroupCall
 from mpikv.groups.group import RankGroup
-from mpikv.groups.service import Service
 from mpikv.groups.shared import MismatchError
-from mpikv.observe.looks import Looks, look
+from mpikv.session.questions import Questions
 
+STATUS = "status"  # what a rank is asked of a call (session/questions.py)
+UNKNOWN = -1  # the answer of a rank that could not find it out
 TICK_S = 0.25
 ASK_AFTER_S = 3.0  # few ranks are late by more, and asking costs little
 ANSWER_S = 2.0  # a rank that is alive answers at once
@@ -32,33 +33,29 @@ class CallWatch:
     def __init__(
         self,
         engine: Engine,
-        service: Service,
+        questions: Questions,
         groups: Mapping[int, RankGroup],
         rank: int,
         labels: list[str],
         *,
         warn_s: float,
     ) -> None:
-        self._engine, self._service, self._groups = engine, service, groups
-        self._rank, self._labels = rank, labels
-        self._warn_s, self.looks = warn_s, Looks()
-        service.status = self.status
+        self._engine, self._questions, self._groups = engine, questions, groups
+        self._rank, self._labels, self._warn_s = rank, labels, warn_s
 
-    @look(None)
-    def status(self, about: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's answer to a rank that waits in a call. about: the numbers of that group and call.
+    def status(self, number: int, call: int, left: Mapping[int, Mapping[int, int]]) -> dict[str, Any]:
+        """Return this rank's answer to a rank that waits in a call of a group. left: see `Service`.
 
         calls: how many this rank has made in the group; -1: it has left the group. text: of its call of that number.
         now: what it does. left: the ranks that have left the job, with how many calls of the group each had made.
         """
-        group = self._groups.get(about["group"])
-        left = [(rank, calls.get(about["group"], 0)) for rank, calls in self._service.left.items()]
+        group = self._groups.get(number)
+        gone = [(rank, calls.get(number, 0)) for rank, calls in left.items()]
         if group is None:
-            now = "it has left this process group"
-            return {"calls": -1, "text": None, "now": now, "left": left}
-        text = group.texts.get(about["call"])
+            return {"calls": -1, "text": None, "now": "it has left this process group", "left": gone}
+        text = group.texts.get(call)
         now = f"it is in {group.under_way[0].text}" if group.under_way else "it is in no call of this group"
-        return {"calls": group.calls, "text": text, "now": now, "left": left}
+        return {"calls": group.calls, "text": text, "now": now, "left": gone}
 
     def serve(self) -> Steps[None]:
         clock = self._engine.clock
@@ -75,26 +72,23 @@ class CallWatch:
                         self._engine.start(self._inquire(call), "status")
 
     def _inquire(self, call: GroupCall) -> Steps[None]:
-        """Ask all other ranks of the group, again whenever the call has waited twice as long, and at its time limit."""
-        group = call.group
+        """Ask all other ranks, again whenever the call has waited twice as long, and at its time limit."""
+        group, now_s = call.group, self._engine.clock.now_s
         while True:
             over = call.waited_s >= call.timeout_s
-            about = {"group": group.number, "call": call.number}
-            asked = {
-                rank: self._engine.start(self._service.ask_status(rank, about, ANSWER_S), "status")
-                for rank in group.group.ranks
-                if rank != self._rank
-            }
-            yield Predicate(lambda: all(running.done for running in asked.values()))  # noqa: B023
-            answers = {rank: running.result for rank, running in asked.items()}
+            question = self._questions.ask([(self._questions.activity.store, [STATUS, [group.number, call.number]])])
+            yield Predicate(lambda: question.complete or now_s() > question.asked_s + ANSWER_S)  # noqa: B023
             if call.done:
                 return
+            told = {rank: answer["reached"][0] for rank, answer in question.answers.items()}
+            told = {rank: status for rank, status in told.items() if status != UNKNOWN}
+            answers = {rank: told.get(rank) for rank in group.group.ranks if rank != self._rank}
             others = {rank: answer["text"] for rank, answer in answers.items() if answer and answer["text"]}
             different = {rank: text for rank, text in others.items() if text != call.text}
             if different and call.number >= 0:
                 group.fail(call, MismatchError(self._differ(call, different)))
                 return
-            left = [one for answer in (self.status(about), *answers.values()) if answer for one in answer["left"]]
+            left = [one for status in told.values() for one in status["left"]]
             gone = [(rank, n) for rank, n in left if rank in group.group.ranks and n < call.number]
             if gone:
                 group.fail(call, PeerError(self._gone(call, gone)))

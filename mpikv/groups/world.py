@@ -19,7 +19,7 @@ from mpikv.errors import MpikvError, PeerError, StallError
 from mpikv.groups.group import RankGroup
 from mpikv.groups.service import STORE_RANK, Service
 from mpikv.groups.shared import SharedCalls, region_bytes
-from mpikv.groups.watch import CallWatch
+from mpikv.groups.watch import STATUS, CallWatch
 from mpikv.hostmemory.segment import HostMemory, aligned
 from mpikv.observe.activity import Activity
 from mpikv.observe.program import Process, this_process
@@ -67,9 +67,7 @@ class World:
         self.activity.reached, self.activity.elsewhere = self._reached, ""
         questions = Questions(messages, self.activity, processes or [this_process()] * self.size, {})
         self.stalls = Stalls(messages, questions, self.activity, config.stall_warn_s, what="rank")
-        self._watch = CallWatch(
-            self.engine, self.service, self.groups, self.rank, self.labels, warn_s=config.stall_warn_s
-        )
+        self._watch = CallWatch(self.engine, questions, self.groups, self.rank, self.labels, warn_s=config.stall_warn_s)
         self.engine.serve(messages.listen(), "control messages")
         self.engine.serve(self._watch.serve(), "watch")
         self.sessions: list[object] = []  # what each init_process_group has made; their number keeps their keys apart
@@ -112,9 +110,13 @@ class World:
         else:
             self._early.setdefault(number, []).append((call, error))
 
-    def _reached(self, item: Any) -> int:
-        """Whether this rank has come to what others wait for (`GroupCall.need`); -1 where it does not take part."""
+    def _reached(self, item: Any) -> Any:
+        """Whether this rank has come to what others wait for (`GroupCall.need`); -1 where it does not take part. What
+        it knows of a call, where it is asked for its `STATUS`.
+        """
         what, (number, *which) = item
+        if what == STATUS:
+            return self._watch.status(number, which[0], self.service.left)
         group = self.groups.get(number)
         if what == "made":
             calls = self._calls.get(number) if group is None else group.calls

@@ -55,7 +55,7 @@ class Activity:
         self._free: Callable[[], bool] | None = None
         self.looks = Looks()
         self.elsewhere = " of another store"  # how those name it that are asked of another one
-        self.reached: Callable[[Any], int] = lambda _item: 0
+        self.reached: Callable[[Any], Any] = lambda _item: 0
         self.others: Callable[[], Iterable[Activity]] = tuple
         self.alone: Callable[[int], bool] = lambda _thread: True
         self.facts: list[WaitFact] = []
@@ -162,7 +162,7 @@ class Activity:
         )
 
     @look(-1)
-    def reached_of(self, store: str, item: Any) -> int:
+    def reached_of(self, store: str, item: Any) -> Any:
         """Return how far this rank has come in what workers of a store must come to; -1 where it has no such store."""
         for one in self.all():
             if one.store == store:

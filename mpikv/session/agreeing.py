@@ -83,14 +83,9 @@ class Agreeing:
                     self._messages.send_to(one, {"kind": "verdicts", "verdicts": block})
 
     def _verdicts_came(self, _source: int, message: Message) -> None:
-        for fields in message["verdicts"]:
-            self._decided(Verdict(*fields))
-
-    def _decided(self, verdict: Verdict) -> None:
-        self._on_verdict(verdict)
-        for proposal in self._proposals:
-            if proposal.take(verdict):
-                if proposal.test():
-                    self._proposals.remove(proposal)
-                break
-        self.closed |= verdict.topic == "close" and verdict.error is None
+        for verdict in (Verdict(*fields) for fields in message["verdicts"]):
+            self._on_verdict(verdict)
+            proposal = next((one for one in self._proposals if one.take(verdict)), None)
+            if proposal is not None and proposal.test():
+                self._proposals.remove(proposal)
+            self.closed |= verdict.topic == "close" and verdict.error is None

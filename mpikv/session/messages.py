@@ -10,30 +10,19 @@ Cost: a message is one send of some hundred bytes; an idle listener asks for mes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpikv.engine.engine import Engine
-from mpikv.engine.operation import Operation, Steps
+from mpikv.engine.operation import Operation, Predicate, Steps
 from mpikv.errors import MpikvError
 from mpikv.transports import wire
 from mpikv.transports.base import Arrival, Group, Transport
 
 Message = dict[str, Any]
 Act = Callable[[int, Message], None]  # with the rank that has sent the message
-
-
-class _Listening:
-    """A request that is done when a message has come; besides it does what is due at a time."""
-
-    def __init__(self, arrival: Arrival, due: list[Callable[[], None]]) -> None:
-        self._arrival, self._due = arrival, due
-
-    def test(self) -> bool:
-        for call in self._due:
-            call()
-        return self._arrival.test()
 
 
 class ControlMessages:
@@ -78,10 +67,15 @@ class ControlMessages:
         self._sending = [request for request in self._sending if not request.test()]
         return not self._sending
 
+    def _has_come(self, arrival: Arrival) -> bool:
+        for call in self.due:
+            call()
+        return arrival.test()
+
     def listen(self) -> Steps[None]:
         while True:
             arrival = Arrival(self._transport, wire.TAG_CONTROL)
-            yield _Listening(arrival, self.due)
+            yield Predicate(partial(self._has_come, arrival))
             data = np.empty(arrival.incoming.n_bytes, np.uint8)
             yield arrival.incoming.receive(data)
             source, message = arrival.incoming.source, wire.parse_control(data)

@@ -26,6 +26,9 @@ from mpikv.session.agreement import grouped
 from mpikv.transports.memory import ranks_here
 from mpikv.transports.mpi import allgather_bytes, open_transport
 
+ONE_KIND = "all ranks of a job make a store or are its servers, or all make a process group, which has no servers"
+ONE_KIND += " (mpikv launch -s 0)"
+
 
 class Processes:
     """One rank of `comm`. Making it is collective and blocks until all ranks do; StallError where they do not come.
@@ -76,13 +79,9 @@ class Processes:
         # The version first: all else that they bring may differ with it.
         versions = [entry.get("version", "an older one") for entry in announced]
         compare(f"{name}: the version of mpikv differs between ranks", versions)
-        one_kind = (
-            "all ranks of a job make a store or are its servers, or all make a process group, which has no servers"
-        )
-        compare(f"{one_kind} (mpikv launch -s 0)", [entry["call"] for entry in announced])
+        compare(ONE_KIND, [entry["call"] for entry in announced])
         for setting in announced[0]["settings"]:
-            values = [entry["settings"][setting] for entry in announced]
-            compare(f"{name}: {setting} differs between ranks", values)
+            compare(f"{name}: {setting} differs between ranks", [entry["settings"][setting] for entry in announced])
         self.transport.hosts = pretended(self.transport.hosts, self._config.test_hosts)
         return announced
 
