@@ -232,19 +232,6 @@ def orders_of_their_own(store, mode):
         store.init(names[:cut], values[:cut])
         store.init(names[cut:], values[cut:])
     assert [store.pull(f"{key} again")[0] for key in keys] == [float(ord(key)) for key in keys]
-    if not mode.synchronous:
-        return
-    numbers, pushed, seen = np.random.default_rng(store.rank + 40), dict.fromkeys(keys, 0), []
-    while left := [key for key in keys if pushed[key] < 4]:
-        key = str(numbers.choice(left))
-        pushed[key] += 1
-        store.push_async(key, full(pushed[key], LARGE))
-        if numbers.random() < 0.4:
-            seen.append((key, pushed[key], out := full(-1, LARGE)))
-            store.pull_async(key, out)
-    store.wait_all()
-    for key, round_, out in seen:
-        assert uniform(out) == ord(key) + mode.workers * (1 + round_ * (round_ + 1) / 2)
 
 
 def init_of_what_is_there_or_differs(store, mode):

@@ -47,55 +47,31 @@ def test_workers_in_different_calls(comm, naps):
 
 # --- several on each of several hosts
 
-LARGE = 300_001
 
+def check_hosts(comm, *, in_memory, **settings):
+    """All kinds of calls, and whether workers of a host share memory."""
 
-def every_call(store):
-    """All kinds of calls; digests of all results, and whether workers shared memory."""
-    arrays = store.zeros([(LARGE,), (3,)])
-    store.init(["large", "small", "late"], [arrays[0], arrays[1], np.zeros(LARGE, np.float32)])
-    found = []
-    for seed in range(4):
-        for array in arrays:
-            array[:] = numbers(store.rank, array.size, seed)
-        store.pushpull(["large", "small"], arrays)
-        found += [array.tobytes() for array in arrays]
-        keys = ["large", "small"] if store.rank % 2 else ["small", "large"]
-        for key in keys:  # in another order, and without waiting
-            store.push(key, numbers(store.rank, LARGE if key == "large" else 3, 10 + seed))
-        found += [store.pull("large").tobytes(), store.pull("small").tobytes()]
-        out = np.empty(LARGE, np.float32)
-        request = store.pushpull_async("late", numbers(store.rank, LARGE, seed), out)
-        store.barrier()
-        request.wait()
-        found.append(out.tobytes())
-    store.set_optimizer(optimizers.create("adam"))
-    for seed in range(2):
-        value = numbers(store.rank, LARGE, seed)
-        store.pushpull("large", value)
-        found.append(value.tobytes())
-    return [hash(bits) for bits in found], store.stats().get("shared_bytes", 0) > 0
+    def run(body):
+        def checked(store):
+            found = body(store)
+            assert (store.stats().get("shared_bytes", 0) > 0) == in_memory
+            return found
+
+        return on_workers(comm, "dist_sync", checked, **settings)
+
+    check_path(run, comm.Get_size(), dtypes=DTYPES[::4])
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("n_hosts", [2, 4])
-def test_pretended_hosts(comm, n_hosts):
+@pytest.mark.parametrize(("n_hosts", "progress"), [(2, "thread"), (2, "calls"), (4, "thread")])
+def test_pretended_hosts(comm, n_hosts, progress):
     """`auto` goes by the hosts; with fewer ranks than hosts every rank says so."""
     W = comm.Get_size()
     if n_hosts > W:
         with pytest.raises(ConfigError, match=f"MPIKV_TEST_HOSTS={n_hosts}, but there are only {W} ranks"):
             on_workers(comm, "dist_sync", lambda store: None, test_hosts=n_hosts)
         return
-    check_path(lambda body: on_workers(comm, "dist_sync", body, test_hosts=n_hosts), W, dtypes=DTYPES[::4])
-
-
-@pytest.mark.mpi(min_size=3)
-def test_the_bits_of_every_run(comm):
-    runs = [on_workers(comm, "dist_sync", every_call, test_hosts=2, progress=how) for how in ("thread", "calls")]
-    assert [shared for run in runs for _, shared in run] == [True] * 2 * comm.Get_size()
-    # Only this rank's own hashes can be compared: Python's hash of bytes differs between processes.
-    first, second = (run[comm.Get_rank()][0] for run in runs)
-    assert first == second
+    check_hosts(comm, in_memory=n_hosts < W, test_hosts=n_hosts, progress=progress)
 
 
 @pytest.mark.mpi(min_size=3)
@@ -108,8 +84,7 @@ def test_one_host_without_shared_memory(comm, monkeypatch):
     if comm.Get_rank() == comm.Get_size() - 1:
         monkeypatch.setattr(os, "memfd_create", refuse)
         monkeypatch.setattr(segment, "_open", refuse)
-    found = on_workers(comm, "dist_sync", every_call, test_hosts=2)
-    assert [shared for _, shared in found] == [False] * comm.Get_size()
+    check_hosts(comm, in_memory=False, test_hosts=2)
 
 
 @pytest.mark.mpi(min_size=3)

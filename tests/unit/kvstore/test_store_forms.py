@@ -168,23 +168,15 @@ def test_results_in_the_library_of_another_array(store, torch, jax):
         return x
 
     jax.jit(traced)(array)
-    for kind, text, call in (
-        (ValueError, "`out` is what results .* `like` what new ones", lambda: store.pull("w", np.zeros(2), like=array)),
-        (
-            UnsupportedError,
-            "pull: like of key 'wide': ArrayImpl holds no float64",
-            lambda: store.pull("wide", like=array),
-        ),
-        (ValueError, "2 keys but 1 values", lambda: store.pull(["w", "w"], like=[array])),
-        *((TypeError, "not an array", lambda wrong=wrong: store.pull("w", like=wrong)) for wrong in ("torch", 1.0, np)),
-        (
-            UnsupportedError,
-            "out of key 'w' is read-only .JAX's arrays cannot be changed",
-            lambda: store.pull("w", array),
-        ),
+    for error, text, key, out, like in (
+        (ValueError, "`out` is what results .* `like` what new ones", "w", np.zeros(2), array),
+        (UnsupportedError, "pull: like of key 'wide': ArrayImpl holds no float64", "wide", None, array),
+        (ValueError, "2 keys but 1 values", ["w", "w"], None, [array]),
+        *((TypeError, "not an array", "w", None, wrong) for wrong in ("torch", 1.0, np)),
+        (UnsupportedError, "out of key 'w' is read-only .JAX's arrays cannot be changed", "w", array, None),
     ):
-        with pytest.raises(kind, match=text):
-            call()
+        with pytest.raises(error, match=text):
+            store.pull(key, out, like=like)
     store.barrier()
     assert store.pull("w", like=tensor).tolist() == [[0, 1], [2, 3]]
 
