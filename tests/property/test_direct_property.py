@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 from direct_stores import CALLS, both_ways, exchange, numbers
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,7 +100,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(45))
 @given(
     st.sampled_from(["aa", "aaa", "aab", "abab"]),
     st.sampled_from(DTYPES),

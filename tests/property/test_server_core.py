@@ -383,18 +383,6 @@ def test_reductions(op, dtype, workers):
         session.replies.clear()
 
 
-def test_different_reductions_in_a_round_are_refused():
-    for odd in range(3):
-        session = Session(3, Synchronous)
-        session.send(0, *init_request(0, np.float32))
-        for worker in (1, 0, 2):
-            op = REDUCTIONS["max" if worker == odd else "sum"].code
-            session.send(worker, wire.Header(wire.PUSHPULL, 0, 8, 0, 1, op=op), np.ones(3, np.float32))
-        (refusal,) = {event.text for event in session.refusals}
-        assert "round 1: another op of pushpull on different workers: " in refusal
-        assert f"worker {odd}: op='max'" in refusal
-
-
 def test_what_a_server_refuses():
     session = Session(2, Synchronous)
     session.send(0, *init_request(0, np.float32))

@@ -35,25 +35,26 @@ def pushed(W: int, shape: tuple[int, ...], dtype: str, round_: int) -> list[np.n
 
 def bits(store):
     """Of keys whose sums and adasums are made in turn, and which each worker waits for in an order of its own."""
-    keys, found, shared = [*SHAPES], [], store.zeros(SHAPES["a"])
+    keys, found = [*SHAPES], []
     dtypes = {key: ("float32", "float64")[i % 2] for i, key in enumerate(keys)}
     store.init(keys, [np.zeros(shape, dtypes[key]) for key, shape in SHAPES.items()])
-    for round_ in range(3):
+    arrays = {key: store.zeros(shape, dtypes[key]) for key, shape in SHAPES.items()}
+    for round_ in range(2):
         every = {key: pushed(store.num_workers, shape, dtypes[key], round_) for key, shape in SHAPES.items()}
-        values = {key: arrays[store.rank].copy() for key, arrays in every.items()}
-        shared[:] = values["a"]
-        order = keys[:: 1 if (store.rank + round_) % 2 else -1]
-        calls = [store.pushpull_async(key, values[key], priority=store.rank, op="adasum") for key in order]
-        for call in reversed(calls):
-            call.wait()
+        for asynchronous in (True, False):
+            for key, array in arrays.items():
+                array[...] = every[key][store.rank]
+            order = keys[:: 1 if (store.rank + round_) % 2 else -1]
+            if asynchronous:
+                calls = [store.pushpull_async(key, arrays[key], priority=store.rank, op="adasum") for key in order]
+                for call in reversed(calls):
+                    call.wait()
+            else:
+                store.pushpull(order, [arrays[key] for key in order], op="adasum")
+            found += [array.tobytes() for array in (*arrays.values(), store.pull("a"))]
         for key in keys:
-            close(values[key], every[key])
-        store.pushpull("a", shared, op="adasum")
-        again = [every[key][store.rank].copy() for key in keys[::-1]]
-        store.pushpull(keys[::-1], again, op="adasum")
-        assert [one.tobytes() for one in again[::-1]] == [value.tobytes() for value in values.values()]
-        found += [*(value.tobytes() for value in values.values()), shared.tobytes(), store.pull("a").tobytes()]
-        store.pushpull(keys, ones := [np.ones_like(value) for value in values.values()])
+            close(arrays[key], every[key])
+        store.pushpull(keys, ones := [np.ones_like(array) for array in arrays.values()])
         assert all((one == store.num_workers).all() for one in ones)
     return found
 

@@ -7,6 +7,7 @@ import random
 import ml_dtypes
 import numpy as np
 import pytest
+from direct_stores import CALLS, exchange
 from on_workers import on
 from store_modes import ADDING, BOUND, FEW_ON_DEVICE, HYBRID, MESSAGES, SERVED, Mode
 
@@ -17,6 +18,7 @@ SIZES = (0, 1, BOUND - 1, 2 * BOUND, 8 * BOUND + 3)
 # Each size in two dtypes.
 KEYS = {f"{n}-{k}": (np.dtype(DTYPES[(i + k) % 4]), n) for i, n in enumerate(SIZES) for k in (0, 1)}
 ROWS = (7, 3)  # of a row-sparse key
+OF_LISTS = [call for call in CALLS if call != "singles"]  # which would wait for other keys than other workers
 OPS = ("sum", "mean", "min", "max", "prod")
 ROUNDS = 2  # with each optimizer
 OPTIMIZERS = {
@@ -41,47 +43,48 @@ def rows_of(worker, number):
     return RowSparse(ids, numbers.standard_normal((ids.size, ROWS[1])), ROWS)
 
 
-def push(store, number, dice):
-    """All keys: one after another, or in an order of this worker's own, some as a list and some as requests."""
-    if dice is None:
-        for key in KEYS:
-            store.push(key, value_of(key, store.rank, number))
-        return
-    order = dice.sample([*KEYS], len(KEYS))
-    first, rest = order[: (cut := dice.randrange(len(order)))], order[cut:]
-    store.push(first, [value_of(key, store.rank, number) for key in first], priority=dice.randint(-3, 3))
-    requests = [
-        store.pushpull_async(key, value_of(key, store.rank, number), priority=dice.randint(-3, 3)) for key in rest
-    ]
-    for request in dice.sample(requests, len(requests)):
-        request.wait()
-
-
-def bits(mode, name="none", *, any_order=False, late=False, **changes):
+def bits(mode, name="none", *, any_calls=None, late=False, **changes):
     """The bytes of every value that a worker gets, on every worker.
 
-    With a server one worker has pushed once more when the optimizer changes: that round is made with the next one.
+    any_calls: a folder. Each call is of another form then, with keys in an order of the worker's own and the same
+    arrays again; states are saved there and loaded between optimizers, which changes nothing. With a server one worker
+    has pushed once more when the optimizer changes: that round is made with the next one.
     """
 
     def body(store):
-        dice = random.Random(store.rank) if any_order else None
-        number, found = 0, []
+        dice, number, found = random.Random(store.rank), 0, []
         for key, (dtype, n) in KEYS.items():
             store.init(key, np.linspace(-1, 1, n).astype(dtype))
         store.init("rows", RowSparse.zeros(ROWS, "float64"))
+        arrays, outs = ({key: np.empty(n, dtype) for key, (dtype, n) in KEYS.items()} for _ in range(2))
+
+        def every_key(is_pushed):
+            for key, array in arrays.items():
+                array[...] = value_of(key, store.rank, number)
+            order = dice.sample([*KEYS], len(KEYS)) if any_calls else [*KEYS]
+            values = [arrays[key] for key in order]
+            if is_pushed:
+                store.pull(order, values)
+            else:
+                call = dice.choice(OF_LISTS) if any_calls else "push and pull"
+                exchange(store, call, order, values, [outs[key] for key in order])
+            return [array.tobytes() for array in arrays.values()]
+
         for i, optimizer in enumerate(OPTIMIZERS[name]):
             early = i > 0 and mode.servers == 1 and not mode.take and 0 < store.rank == i % mode.workers
             if early:
-                push(store, number, None)
+                store.push([*KEYS], [value_of(key, store.rank, number) for key in KEYS])
             if optimizer is not None:
                 store.set_optimizer(optimizer())
             for round_ in range(ROUNDS):
-                if round_ or not early:
-                    push(store, number, dice)
+                found += every_key(is_pushed=early and round_ == 0)
                 if optimizer is None:
                     store.push("rows", rows_of(store.rank, number))
+                    found.append(store.pull("rows", ignore_sparse=False).tobytes())
                 number += 1
-                found += [value.tobytes() for value in store.pull([*KEYS, "rows"], ignore_sparse=False)]
+            if optimizer is not None and any_calls:
+                store.save_optimizer_states(any_calls / "states")
+                store.load_optimizer_states(any_calls / "states")
         for op in OPS if name == "none" else ():
             for key in KEYS:
                 value = value_of(key, store.rank, number, most=1)
@@ -96,13 +99,14 @@ def bits(mode, name="none", *, any_order=False, late=False, **changes):
 
 @on(
     *(Mode("dist_sync", w, 0, a) for w, a in ((3, "owners"), (2, "ring"), (5, "ring"), (5, "owners"))),
-    *(Mode("dist_sync", 3), Mode("dist_sync", 4, 3), HYBRID[1], *ADDING[:2]),
+    *(Mode("local", 1), Mode("dist_sync", 3), Mode("dist_sync", 4, 3), SERVED, *HYBRID[:2], *ADDING[:2]),
     *(Mode("dist_sync", len(h), hosts=h, memory=m) for h, m in (("abc", "off"), ("aab", "auto"), ("ababb", "off"))),
+    FEW_ON_DEVICE[1],
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_worker_and_every_run(mode, name):
+def test_every_worker_and_every_run(mode, name, tmp_path):
     """Whatever the calls, their order and what comes late."""
-    runs = [bits(mode, name), bits(mode, name, any_order=True, late=True)]
+    runs = [bits(mode, name), bits(mode, name, any_calls=tmp_path, late=True)]
     assert {tuple(found) for run in runs for found in run} == {tuple(runs[0][0])}
 
 

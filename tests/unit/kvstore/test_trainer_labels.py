@@ -117,28 +117,3 @@ def test_trainers_that_update_by_themselves_with_different_attributes(store, odd
 def test_trainers_that_update_by_themselves_compare_their_optimizers(store) -> None:
     with pytest.raises(ConfigError, match=r"learning_rate=0\.5; worker 1 on \S+: learning_rate=0\.25"):
         made(store, False, optimizer="sgd", learning_rate=0.5 - 0.25 * store.rank)
-
-
-@on(Form(2), Form(2, hosts="ab"), Form(2, 1))
-def test_states_that_are_loaded(mode: Mode, tmp_path) -> None:
-    """Attributes that come from a file reach all workers alike; one that is changed afterwards is found."""
-
-    def body(store):
-        parameters, trainer = made(store, True, optimizer="sgd", learning_rate=0.5, momentum=0.5)
-        for step, size in enumerate((2, 2 + store.rank, 2)):
-            write(parameters, store.rank, step)
-            trainer.step(size)
-            if step == 0:
-                trainer.save_states(str(tmp_path / "states"))
-                trainer.set_learning_rate(2.0)
-            elif step == 1:
-                trainer.load_states(str(tmp_path / "states"))
-                assert trainer.learning_rate == 0.5
-        trainer.optimizer.momentum = 0.5 - 0.25 * store.rank
-        with pytest.raises(ConfigError, match=r"momentum=0\.25"):
-            trainer.step(2)
-        store.close()
-        return bits(parameters)
-
-    first, second = mode.run(body)
-    assert first == second
