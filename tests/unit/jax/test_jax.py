@@ -1,4 +1,4 @@
-"""mpikv.jax on thread ranks: values, kinds of leaves, devices, transformations, mistakes."""
+"""mpikv.jax on thread ranks: values, kinds of leaves, devices, transformations, training with optax, mistakes."""
 
 from __future__ import annotations
 
@@ -215,6 +215,46 @@ def test_derivatives_are_those_of_the_sum_over_the_workers(store: Any) -> None:
     expected = 2 * np.asarray(x) * sum(everybodys) * (store.rank == 1)
     for gradient in (jax.grad(sent), jax.jit(jax.grad(sent))):
         np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
+
+
+# ---- training
+
+
+def test_steps_are_those_of_one_process_with_the_joined_batch() -> None:
+    """Gradients are exchanged inside of the compiled update, or before it."""
+    optax, numbers = frameworks.need("optax"), np.random.default_rng(1)
+    x, y = (numbers.normal(size=(4, 12, n)).astype(np.float32) for n in (5, 3))
+    rest = optax.clip_by_global_norm(0.5), optax.adam(0.01)
+
+    def first_weights(seed: int) -> Any:
+        return {"w": jnp.asarray(np.random.default_rng(seed).normal(size=(5, 3)), jnp.float32), "b": jnp.zeros(3)}
+
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        return ((jnp.tanh(x @ weights["w"]) + weights["b"] - y) ** 2).mean()
+
+    def train(weights: Any, x: Any, y: Any, optimizer: Any, exchange: Any = lambda gradients: gradients) -> Any:
+        gradient, state = jax.jit(jax.grad(loss)), optimizer.init(weights)
+
+        @jax.jit
+        def update(weights: Any, state: Any, gradients: Any) -> Any:
+            updates, state = optimizer.update(gradients, state, weights)
+            return optax.apply_updates(weights, updates), state
+
+        for batch in zip(x, y, strict=True):
+            weights, state = update(weights, state, exchange(gradient(weights, *batch)))
+        return weights
+
+    def body(store: Any) -> Any:
+        mine = slice(6 * store.rank, 6 * store.rank + 6)
+        given = mj.broadcast(first_weights(store.rank), store), x[:, mine], y[:, mine]
+        inside = train(*given, optax.chain(mj.allreduce_gradients(store), *rest))
+        return inside, train(*given, optax.chain(*rest), lambda gradients: mj.allreduce(gradients, store))
+
+    alone, first, second = train(first_weights(0), x, y, optax.chain(*rest)), *TWO.run(body)
+    for found, other in zip(first, second, strict=True):
+        for name, expected in alone.items():
+            assert np.asarray(found[name]).tobytes() == np.asarray(other[name]).tobytes()
+            np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)
 
 
 # ---- mistakes

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import json
+import math
 import pickle
 from collections import defaultdict
 from concurrent import futures
@@ -21,7 +22,9 @@ from fake_gpus import one_gpu
 from mpikv import optimizers
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.optimizers import FactorScheduler, Optimizer
+from mpikv.optimizers.norms import norm
 from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.folded import BLOCK_ELEMS, sum_of_squares
 
 # Each reference returns the new weight. `h` has the hyperparameters, the rate `lr` and the update's number `t`; `s` is
 # the state, whose arrays begin as 0.
@@ -134,24 +137,6 @@ REFERENCES = {
     one.__name__: one for one in (adadelta, adagrad, adam, adamw, dcasgd, ftrl, lamb, lars, nag, rmsprop, sgd, signum)
 }
 REFERENCES["test"] = plain_sum
-ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6}
-MOMENTUM = {"learning_rate": 0.01, "momentum": 0.0}
-RMSPROP = {"learning_rate": 0.001, "gamma1": 0.9, "gamma2": 0.9, "epsilon": 1e-8, "centered": False}
-OWN_DEFAULTS: dict[str, dict[str, Any]] = {  # MXNet 1.9's; AdamW's are of 2.0, the first to have it
-    "adadelta": {"rho": 0.9, "epsilon": 1e-5},
-    "adagrad": {"learning_rate": 0.01, "eps": 1e-7},
-    "adam": {**ADAM, "epsilon": 1e-8, "lazy_update": True},
-    "adamw": {**ADAM, "correct_bias": True},
-    "dcasgd": {**MOMENTUM, "lamda": 0.04},
-    "ftrl": {"learning_rate": 0.1, "lamda1": 0.01, "beta": 1.0},
-    "lamb": {**ADAM, "lower_bound": None, "upper_bound": None, "bias_correction": True},
-    "lars": {**MOMENTUM, "eta": 0.001, "eps": 0.0, "momentum_correction": True},
-    "nag": MOMENTUM,
-    "rmsprop": {**RMSPROP, "clip_weights": None},
-    "sgd": {**MOMENTUM, "lazy_update": True},
-    "signum": {"learning_rate": 0.01, "momentum": 0.9, "wd_lh": 0.0},
-    "test": {},
-}
 OWN: dict[str, list[dict[str, Any]]] = {  # parameters to test it with
     "adadelta": [{"rho": 0.5, "epsilon": 1e-2}],
     "adagrad": [{"eps": 0.1}],
@@ -160,7 +145,10 @@ OWN: dict[str, list[dict[str, Any]]] = {  # parameters to test it with
     "dcasgd": [{"momentum": 0.9, "lamda": 0.3}, {"lamda": 2.0}],
     "ftrl": [{"lamda1": 0.8, "beta": 0.5}],
     "lamb": [
-        *({"bias_correction": False}, {"lower_bound": 5.0}, {"upper_bound": 0.5}, {"beta1": 0.0, "lower_bound": 0.0}),
+        {"bias_correction": False},
+        {"lower_bound": 5.0},
+        {"upper_bound": 0.5},
+        {"beta1": 0.0, "lower_bound": 0.0},
     ],
     "lars": [{"momentum": 0.9}, {"momentum": 0.9, "eta": 0.5, "eps": 0.1}],
     "nag": [{"momentum": 0.9}, {"momentum": 0.5}],
@@ -169,7 +157,6 @@ OWN: dict[str, list[dict[str, Any]]] = {  # parameters to test it with
     "signum": [{"momentum": 0.0}, {"momentum": 0.5, "wd_lh": 0.1}, {"momentum": 0.0, "wd_lh": 0.1}],
     "test": [],
 }
-DEFAULTS = {"rescale_grad": 1.0, "wd": 0.0, "clip_gradient": None, "lr_scheduler": None, "multi_precision": False}
 COMMON = (
     {},
     {"rescale_grad": 0.25, "learning_rate": 0.03},
@@ -211,17 +198,13 @@ def run(optimizer: Optimizer, weight: np.ndarray, grads: list[np.ndarray], key: 
 
 
 @EACH
-def test_names_and_defaults(name: str) -> None:
-    cls = type(optimizers.create(name))
-    assert type(optimizers.create(name.upper())) is cls
-    assert cls.__name__.lower() == name
-    assert cls.elementwise == (name not in ("lamb", "lars"))
-    found = cls().attributes()
-    for parameter, value in {**DEFAULTS, **OWN_DEFAULTS[name]}.items():
-        assert (found[parameter], type(found[parameter])) == (value, type(value)), parameter
-    # Every parameter of the constructor is an attribute and can travel; nothing else is.
+def test_names(name: str) -> None:
+    """Every parameter of the constructor is an attribute and can travel; nothing else is."""
+    cls = type(optimizers.create(name.upper()))
+    assert (cls.__name__.lower(), cls.elementwise) == (name, name not in ("lamb", "lars"))
+    common = {"learning_rate", "rescale_grad", "wd", "clip_gradient", "lr_scheduler", "multi_precision"}
     own = set(inspect.signature(cls).parameters) - {"common"}
-    assert set(found) == own | set(DEFAULTS) | {"learning_rate", "lr_mult", "wd_mult"}
+    assert set(cls().attributes()) == own | common | {"lr_mult", "wd_mult"}
     assert optimizers.names() == tuple(sorted(REFERENCES))
 
 
@@ -401,7 +384,8 @@ def test_on_a_gpu(name: str) -> None:
     cupy, gpu = one_gpu()
     space = DeviceSpace(gpu)
     common = ({}, {"wd": 0.1, "clip_gradient": 0.3, "rescale_grad": -0.5})
-    for own, more, key in itertools.product(({}, *OWN[name]), common, ("w", "bias", "zeros")):
+    keys = ("w", "bias", "zeros") if name in ("lars", "lamb") else ("w",)
+    for own, more, key in itertools.product(({}, *OWN[name]), common, keys):
         counts = []
         for n in (273, 33_001):
             optimizer = optimizers.create(name, **own, **more)
@@ -423,20 +407,39 @@ def test_on_a_gpu(name: str) -> None:
         assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 31, 257, 4097, 16 * BLOCK_ELEMS + 16 * 5 + 3])
+def test_a_sum_of_squares_is_near_the_exact_one(n: int, dtype: Any) -> None:
+    """On both kinds of arrays; on a GPU it is not waited for."""
+    cupy, rng = one_gpu()[0], np.random.default_rng(n)
+    values = (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 4, n)).astype(dtype)
+    on_gpu, exact = cupy.asarray(values), math.fsum(values.astype(np.float64) ** 2)
+    found = sum_of_squares(on_gpu)
+    assert (found.shape, found.dtype, cupy.machine.counts["gets"]) == ((), np.float64, 0)
+    for one in (sum_of_squares(values), found.get()):
+        assert math.isclose(one, exact, rel_tol=1e-14)
+    assert on_gpu.get().tobytes() == values.tobytes()
+
+
+def test_norms_of_nothing_and_of_what_is_no_number() -> None:
+    for make in (np.asarray, one_gpu()[0].asarray):
+        assert float(sum_of_squares(make(np.empty(0, np.float32)))) == 0.0
+        assert math.isnan(sum_of_squares(make(np.array([1.0, np.nan]))))
+        assert float(sum_of_squares(make(np.array([1.0, -np.inf])))) == math.inf
+        assert float(norm(make(np.array([3.0, 4.0], np.float32)))) == 5.0
+
+
 @EACH
 def test_attributes_travel(name: str) -> None:
     there = optimizers.create(name)
-    there.learning_rate = np.float32(0.5)
-    there.wd = 1
-    there.rescale_grad = -2.5
-    there.clip_gradient = 3
+    for field, default in there.attributes().items():
+        if isinstance(default, float):
+            setattr(there, field, 0.125)
+    there.learning_rate, there.wd, there.rescale_grad, there.clip_gradient = np.float32(0.5), 1, -2.5, 3
     there.multi_precision = True
     there.set_lr_mult({"b": 0.5, "a": 2})
     there.set_wd_mult({3: 0, -1: 1.5, np.int64(7): 1})
     there.lr_scheduler = FactorScheduler(5, 0.5, base_lr=0.25, warmup_steps=3)
-    for field, default in OWN_DEFAULTS[name].items():
-        if isinstance(default, float) and field != "learning_rate":
-            setattr(there, field, 0.125)
     sent = json.loads(json.dumps(there.attributes()))
     assert sent["lr_mult"] == [["a", 2.0], ["b", 0.5]]
     assert sent["wd_mult"] == [[-1, 1.5], [3, 0.0], [7, 1.0]]

@@ -35,6 +35,8 @@ def test_is_a_function_of_the_update_alone(schedule: Scheduler) -> None:
     assert [again(t) for t in range(25)] == forwards
     assert pickle.loads(pickle.dumps(schedule)) == schedule
     assert schedule(np.int64(7)) == forwards[7]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        schedule.base_lr = 1.0
 
 
 # Of each schedule the rates of some updates.
@@ -116,8 +118,3 @@ def test_warm_up(make) -> None:
 def test_mistakes_are_named(error: type[Exception], text: str, make) -> None:
     with pytest.raises(error, match=text):
         make()
-
-
-def test_a_schedule_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        FactorScheduler(3).base_lr = 1.0
