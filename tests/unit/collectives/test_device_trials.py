@@ -104,20 +104,15 @@ def test_lengths_are_padded_to_whole_cache_lines() -> None:
     assert padded(5, 2, np.dtype(np.float64)) == 32
 
 
-def nccl_stores(body: Callable[[Any, Any], Any], n: int = 2, **settings: Any) -> tuple[list[Any], Any]:
+def nccl_stores(body: Callable[[Any, Any], Any], n: int = 2, timeout_s: float = 20.0) -> tuple[list[Any], Any]:
     machine = Machine(n)
-    gpus = gpus_of(machine, n)
-    config = Config(timeout_s=settings.pop("timeout_s", 20.0), device_path="nccl")
-    found = spawn_stores(
-        "dist_sync_device",
-        n,
-        lambda store: body(store, gpus[store.rank].cupy),
-        config=config,
-        gpus=gpus,
-        hosts=[str(rank) for rank in range(n)],
-        **settings,
-    )
-    return found, machine
+    gpus, hosts = gpus_of(machine, n), [str(rank) for rank in range(n)]
+    config = Config(timeout_s=timeout_s, device_path="nccl")
+
+    def on_worker(store: Any) -> Any:
+        return body(store, gpus[store.rank].cupy)
+
+    return spawn_stores("dist_sync_device", n, on_worker, config=config, gpus=gpus, hosts=hosts), machine
 
 
 def test_a_key_that_nothing_updates_is_one_allreduce() -> None:

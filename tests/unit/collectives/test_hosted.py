@@ -61,12 +61,13 @@ def values_of(rank: int, n: int, round_: int, dtype: np.dtype) -> np.ndarray:
 
 
 def in_order(hosts: str, n: int, bounds: tuple[int, ...], dtype: np.dtype = F32) -> list[bytes]:
-    """The sums in the order that collectives/host_rings fixes."""
+    """The sums in the order that collectives/host_rings fixes; on one host in that of the ranks."""
     found, sums = topology(hosts), []
     for round_ in range(ROUNDS):
         each, total = [values_of(rank, n, round_, dtype) for rank in range(len(hosts))], np.empty(n, dtype)
         for rank, host in enumerate(found.host_of):
             own, leader = slice(bounds[rank], bounds[rank + 1]), found.local_rank[rank] % found.n_leaders
+            leader *= len(found.hosts) > 1
             others = [*found.hosts[host + 1 :], *found.hosts[: host + 1]]
             of_hosts = [add([each[one][own] for one in (*ranks[leader:], *ranks[:leader])]) for ranks in others]
             total[own] = add(of_hosts)
@@ -95,11 +96,16 @@ def through_memory(
                 values = own
             before = values.copy()
             changeable = lent == "changed"
-            totals = yield from hosted.reduce_scatter(group, values, bounds, 100, key, changeable=changeable)
             own = slice(bounds[me], bounds[me + 1])
-            key.value[own] = totals[own]
             outs = [values] if changeable else [np.full(n, 99, dtype), np.full(n, 98, dtype)]
-            yield from hosted.allgather(group, bounds, 101, key, outs)
+            if len(found.hosts) == 1:
+                totals = yield from one_host.reduce_scatter(me, values, bounds, key)
+                key.value[own] = totals[own]
+                yield from one_host.allgather(me, bounds, key, outs)
+            else:
+                totals = yield from hosted.reduce_scatter(group, values, bounds, 100, key, changeable=changeable)
+                key.value[own] = totals[own]
+                yield from hosted.allgather(group, bounds, 101, key, outs)
             if not changeable:
                 assert before.tobytes() == values.tobytes()
             assert all(out.tobytes() == key.value.tobytes() for out in outs)
@@ -140,6 +146,13 @@ def test_long_values(hosts: str, lent: str) -> None:
 def test_one_owner_of_everything(hosts: str, n: int) -> None:
     for owner in range(len(hosts)):
         check(hosts, n, whole_bounds(n, len(hosts), owner), lent="mixed")
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("n", [0, 1, 7, 1001, 3 * HOST_SEGMENT_BYTES + 5])
+def test_on_one_host(size: int, n: int) -> None:
+    check("a" * size, n, even_bounds(n, size), dtype=np.dtype("int8"), lent="changed")
+    check("a" * size, n, whole_bounds(n, size, size - 1), lent="mixed")
 
 
 def test_counters_that_are_behind_or_ahead() -> None:
@@ -185,41 +198,6 @@ def test_who_waits_for_a_key_is_woken_by_its_counts_and_its_first_value_alone() 
     assert counts() == [1] * 6
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
-@pytest.mark.parametrize("n", [0, 1, 7, 1001, 3 * HOST_SEGMENT_BYTES + 5])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_on_one_host_the_bits_are_those_of_the_order_of_ranks(size: int, n: int, dtype: str) -> None:
-    bounds = even_bounds(n, size) if n % 2 else whole_bounds(n, size, size - 1)
-    memories = private_memory(size)
-
-    def steps(group):
-        me = group.rank
-        key = host_key(memories[me], 1 << 12, n, np.dtype(dtype), rings=size, most=size)
-        results = []
-        for round_ in range(3):
-            values = parts(me, n, round_, np.dtype(dtype))
-            if (me + round_) % 2:
-                shared = memories[me].array((1 << 28) + me * (1 << 24), n, np.dtype(dtype))
-                shared[...] = values
-                values = shared
-            totals = yield from one_host.reduce_scatter(me, values, bounds, key)
-            own = slice(bounds[me], bounds[me + 1])
-            key.value[own] = totals[own]
-            out = values if round_ == 2 else np.full(n, 99, dtype)
-            yield from one_host.allgather(me, bounds, key, [out])
-            results.append(out.tobytes())
-        return results
-
-    found = run_collective(size, steps, fabric=Fabric(size, "a" * size))
-    expected = []
-    for round_ in range(3):
-        total = parts(0, n, round_, np.dtype(dtype))
-        for rank in range(1, size):
-            total = total + parts(rank, n, round_, np.dtype(dtype))
-        expected.append(total.tobytes())
-    assert found == [expected] * size
-
-
 # --- labels of each rank
 
 
@@ -243,80 +221,37 @@ def values(rank: int, n: int, round_: int) -> np.ndarray:
     return ((np.arange(n) + rank + round_) % 3).astype(np.float32)
 
 
-def run_rounds(hosts: str, n: int, bounds: Sequence[int], halves, rounds: Sequence[Round]) -> list[list[tuple]]:
-    """Of each rank and round: whether it knows that labels differ, its chunk, the messages and bytes it has sent.
-
-    halves(group, comparison): the reduce-scatter, which returns the sums, and the allgather of one round.
-    """
-    owners = frozenset(rank for rank in range(len(hosts)) if bounds[rank] < bounds[rank + 1])
+def check_labels(hosts: str, n: int, bounds: Sequence[int], *, memory: bool, n_rounds: int | None = None) -> None:
+    """What each rank learns of a round, adds up and sends. memory: through that of the hosts, not by messages alone."""
+    p, rounds, memories = len(hosts), rounds_of(len(hosts))[:n_rounds], memories_of(hosts)
+    owners = frozenset(rank for rank in range(p) if bounds[rank] < bounds[rank + 1])
 
     def steps(group):
-        comparison = Comparison(FIRST)
+        me, ledger, comparison = group.rank, group.transport.ledger, Comparison(FIRST)
         adding = ReduceScatterGroup(group.transport, group.ranks, comparison)
         sharing = AllgatherGroup(group.transport, group.ranks, comparison, owners)
-        reduce_scatter, allgather = halves(group)
-        found = []
+        key = host_key(memories[me], 1 << 12, n, F32, rings=topology(hosts).n_leaders, most=p) if memory else None
+        result = np.empty(n, np.float32) if key is None else key.value
+        own, found = slice(bounds[me], bounds[me + 1]), []
         for i, labels in enumerate(rounds):
-            ledger = group.transport.ledger
-            before = ledger.messages, ledger.bytes
-            comparison.begin(labels[group.rank])
-            totals = yield from reduce_scatter(adding, values(group.rank, n, i), comparison)
-            known = comparison.differ
-            result = np.zeros(n, np.float32)
-            own = slice(bounds[group.rank], bounds[group.rank + 1])
-            result[own] = 7
-            result = yield from allgather(sharing, result)
-            assert (result == 7).all()
-            if group.rank in owners:
-                assert comparison.differ == known  # an owner knows before it updates
-            sent = ledger.messages - before[0], ledger.bytes - before[1]
-            found.append((comparison.differ, totals[own].tolist(), *sent))
+            before, totals = (ledger.messages, ledger.bytes), values(me, n, i)
+            comparison.begin(labels[me])
+            if key is None:
+                yield from ring.reduce_scatter(adding, totals, bounds, 100)
+            else:
+                how = {"changeable": False, "comparison": comparison}
+                totals = yield from hosted.reduce_scatter(adding, totals, bounds, 100, key, **how)
+            known, chunk, result[own] = comparison.differ, totals[own].tolist(), i
+            if key is None:
+                yield from ring.allgather(sharing, result, bounds, 101)
+            else:
+                yield from hosted.allgather(sharing, bounds, 101, key)
+            assert (result == i).all()
+            assert me not in owners or comparison.differ == known  # an owner knows before it updates
+            found.append((comparison.differ, chunk, ledger.messages - before[0], ledger.bytes - before[1]))
         return found
 
-    return run_collective(len(hosts), steps, hosts=list(hosts))
-
-
-def by_messages(module, bounds):
-    def halves(_group):
-        def reduce_scatter(group, buf, _comparison):
-            yield from module.reduce_scatter(group, buf, bounds, 100)
-            return buf
-
-        def allgather(group, result):
-            yield from module.allgather(group, result, bounds, 101)
-            return result
-
-        return reduce_scatter, allgather
-
-    return halves
-
-
-def labels_through_memory(hosts: str, n: int, bounds):
-    memories = memories_of(hosts)
-
-    def halves(group):
-        key = host_key(memories[group.rank], 1 << 12, n, F32, rings=topology(hosts).n_leaders, most=len(hosts))
-
-        def reduce_scatter(adding, buf, comparison):
-            return (
-                yield from hosted.reduce_scatter(adding, buf, bounds, 100, key, changeable=False, comparison=comparison)
-            )
-
-        def allgather(sharing, result):
-            own = slice(bounds[group.rank], bounds[group.rank + 1])
-            key.value[own] = result[own]
-            yield from hosted.allgather(sharing, bounds, 101, key)
-            return key.value.copy()
-
-        return reduce_scatter, allgather
-
-    return halves
-
-
-def check_labels(hosts: str, n: int, bounds: Sequence[int], halves, n_rounds: int | None = None) -> None:
-    p = len(hosts)
-    rounds = rounds_of(p)[:n_rounds]
-    results = run_rounds(hosts, n, bounds, halves, rounds)
+    results = run_collective(p, steps, hosts=list(hosts))
     for i, labels in enumerate(rounds):
         total = sum(values(rank, n, i) for rank in range(p))
         for rank, found in enumerate(results):
@@ -337,16 +272,15 @@ def check_labels(hosts: str, n: int, bounds: Sequence[int], halves, n_rounds: in
 def test_all_ranks_know_in_the_same_round(p: int) -> None:
     """Also ranks that own nothing: fewer elements than ranks, one owner of everything."""
     for n, bounds in ((1, even_bounds(1, p)), (41, even_bounds(41, p)), (5, whole_bounds(5, p, p - 1))):
-        check_labels("a" * p, n, bounds, by_messages(ring, bounds))
+        check_labels("a" * p, n, bounds, memory=False)
 
 
 def test_long_chunks() -> None:
-    bounds = even_bounds(100_003, 3)
-    check_labels("abc", 100_003, bounds, by_messages(ring, bounds), LONG_ROUNDS)
+    check_labels("abc", 100_003, even_bounds(100_003, 3), memory=False, n_rounds=LONG_ROUNDS)
 
 
 @pytest.mark.parametrize("hosts", ["aab", "aabb", pytest.param("aaabbc", marks=pytest.mark.thorough)])
 def test_several_hosts(hosts: str) -> None:
     for n, n_rounds in ((1, None), (41, None), (100_003, LONG_ROUNDS)):
         bounds = host_bounds(n, hosts) if n != 41 else whole_bounds(n, len(hosts), len(hosts) - 1)
-        check_labels(hosts, n, bounds, labels_through_memory(hosts, n, bounds), n_rounds)
+        check_labels(hosts, n, bounds, memory=True, n_rounds=n_rounds)

@@ -117,12 +117,6 @@ PNG, JPEG = ((FILES / "pictures" / name).read_bytes() for name in ("cat/0.png", 
 ONE, TWO = struct.pack("<IfQQ", 0, 1.0, 7, 0), struct.pack("<IfQQff", 2, 0.0, 7, 0, 1.0, 2.0)
 
 
-def test_several_labels(tmp_path: Path) -> None:
-    (tmp_path / "a.rec").write_bytes(encoded(TWO + PNG))
-    images = ImageRecords(RecordFile(tmp_path / "a.rec"))
-    assert (images[0][1].tolist(), images.header(0).id) == ([1.0, 2.0], 7)
-
-
 @pytest.mark.parametrize(
     ("record", "words"),
     [

@@ -19,7 +19,7 @@ from mpikv.codecs.compression import make
 from mpikv.testing.ranks import RankError
 
 F32 = np.dtype(np.float32)
-# How workers are combined is tested with any number of them in tests/unit/collectives/test_adasum.py.
+# How workers are combined is tested with any number of them in tests/unit/collectives/test_collectives.py.
 DIRECT = tuple(Mode("dist_sync", workers) for workers in (1, 2, 3))
 MESSAGES = (Mode("dist_sync", 4, memory="off"), *(Mode("dist_sync", 3, 0, one) for one in ("ring", "owners")))
 HOSTS = (Mode("dist_sync", 3, hosts="aab"), Mode("dist_sync", 5, hosts="aabbc", memory="off"))
