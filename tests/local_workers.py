@@ -13,13 +13,12 @@ import numpy as np
 from store_modes import HYBRID, ONE_HOST, SERVED, Mode
 
 import mpikv
-from mpikv import Parameter, Trainer
+from mpikv import Parameter, Trainer, optimizers
 
 STEPS = 12
 SHAPES = {"first": (4, 3), "second": (7,), "third": (2, 2), "number": ()}
 ALONE, FOUR, BY_MESSAGES = Mode("local", 1), Mode("dist_sync", 4, hosts="aabb"), Mode("dist_sync", 2, memory="off")
 EVERYWHERE = (ALONE, ONE_HOST, BY_MESSAGES, FOUR, SERVED, Mode("dist_sync", 4, 2), HYBRID[1]._replace(workers=2))
-NESTEROV = {"type": "nesterov", "learning_rate": 0.5, "momentum": 0.5}
 
 Weights = dict[str, np.ndarray]
 
@@ -42,6 +41,18 @@ def nesterov(w: np.ndarray, moved: np.ndarray, momentum: np.ndarray) -> np.ndarr
     return w - 0.5 * (moved + 0.5 * momentum)
 
 
+def slowmo(w: np.ndarray, moved: np.ndarray, momentum: np.ndarray) -> np.ndarray:
+    momentum[...] = 0.5 * momentum + moved
+    return w - 0.5 * momentum
+
+
+NESTEROV = {"type": "nesterov", "learning_rate": 0.5, "momentum": 0.5}
+OUTER: dict[str, tuple[Any, Callable[..., np.ndarray]]] = {
+    "mean": ("mean", mean),
+    "nesterov": (NESTEROV, nesterov),
+    "slowmo": ({**NESTEROV, "type": "slowmo"}, slowmo),
+    "an optimizer": (optimizers.SGD(learning_rate=0.5), lambda w, moved, _momentum: w - 0.5 * moved),
+}
 PARTS = {  # of parameters with 96, 56, 32 and 8 bytes
     1: [["first", "second", "third", "number"]],
     2: [["first"], ["second", "third", "number"]],

@@ -80,12 +80,6 @@ def reference(
     return weights(net)
 
 
-def trained(store: KVStore | None, steps: Any = range(STEPS), **options: Any) -> list[np.ndarray]:
-    """The weights of a worker's network after steps with `sgd`."""
-    net, rank = (network(store.rank), store.rank) if store else (network(0), 0)
-    return train(net, sgd(net, store, **options), rank, steps)
-
-
 def even(workers: int, steps: int = STEPS) -> list[dict[int, int]]:
     return [dict.fromkeys(range(workers), BATCH) for _ in range(steps)]
 

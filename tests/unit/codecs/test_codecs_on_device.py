@@ -116,7 +116,7 @@ def test_the_bytes_values_and_states_of_the_host(codec: Codec, dtype: np.dtype[A
 def test_launches_do_not_grow_with_the_length(codec: Codec) -> None:
     """Of two lengths that leave as much behind the last block."""
     dtype, counted = np.dtype(np.float32), []
-    for n in ((1 << 17) + 1, (1 << 18) + 1):
+    for n in ((1 << 17) + 1, (1 << 19) + 1):
         pair = Pair(codec, n, dtype)
         _, found, encoding = pair.push(hard(n, dtype, 0))
         on_gpu, out = pair.cupy.asarray(found), pair.cupy.zeros(n, np.float32)

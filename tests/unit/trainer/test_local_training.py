@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from local_workers import (
     EVERYWHERE,
     FOUR,
     NESTEROV,
+    OUTER,
     PARTS,
     SHAPES,
     STEPS,
@@ -27,41 +29,74 @@ from local_workers import (
     reference,
 )
 from on_workers import on
-from store_modes import ONE_HOST, SERVED, Mode
+from store_modes import MESSAGES, ONE_HOST, SERVED, Mode
 
 import mpikv
 from mpikv import Parameter, Trainer, kv
-from mpikv.errors import StatesFileError
+from mpikv.errors import MpikvError, StatesFileError
 from mpikv.testing.stores import TEST_TIMEOUT_S
 from mpikv.trainer.local_updates import divide
 
 
 @pytest.mark.parametrize(
-    ("every", "options"),
+    ("outer", "every", "options"),
     [
-        (3, {}),
-        (4, {"parts": 2}),
-        (4, {"parts": 2, "delay": 2}),
-        (5, {"parts": 3, "delay": 1}),
-        (3, {"delay": 2}),
-        (3, {"delay": 3, "mixing": 0.5}),
-        (4, {"parts": 2, "delay": 1, "mixing": 0.0}),
-        (2, {"mixing": 0.25}),
+        *((outer, 3, {}) for outer in OUTER),
+        ("nesterov", 4, {"parts": 2}),
+        ("nesterov", 4, {"parts": 2, "delay": 2}),
+        ("nesterov", 5, {"parts": 3, "delay": 1}),
+        ("nesterov", 3, {"delay": 2}),
+        ("nesterov", 3, {"delay": 3, "mixing": 0.5}),
+        ("nesterov", 4, {"parts": 2, "delay": 1, "mixing": 0.0}),
+        ("nesterov", 2, {"mixing": 0.25}),
     ],
 )
 @on(*EVERYWHERE)
-def test_parts_are_exchanged_in_turn_and_the_result_comes_later(mode, every, options):
-    parts, delay = options.get("parts", 1), options.get("delay", 0)
+def test_parts_are_exchanged_in_turn_and_the_result_comes_later(mode, outer, every, options):
+    (given, formula), parts, delay = OUTER[outer], options.get("parts", 1), options.get("delay", 0)
     begun = [turn * every + part * every // parts for turn in range(STEPS) for part in range(1, parts + 1)]
 
     def body(store: Any) -> Weights:
-        worker = Worker(store, every=every, outer=NESTEROV, **options)
+        worker = Worker(store, every=every, outer=copy.deepcopy(given), **options)
         ended = worker.train()
         assert [i for i, one in enumerate(ended, 1) if one] == [step + delay for step in begun if step + delay <= STEPS]
         assert (worker.local.steps, worker.local.rounds) == (STEPS, len([step for step in begun if step <= STEPS]))
         return worker.weights()
 
-    assert_same(mode.run(body), reference(mode.workers, nesterov, every, **options))
+    assert_same(mode.run(body), reference(mode.workers, formula, every, **options))
+
+
+@on(ALONE, SERVED)
+def test_rounds_end_as_a_schedule_says(mode):
+    ends = (1, 2, 3, 7, 11)
+
+    def body(store: Any) -> Weights:
+        worker = Worker(store, every=lambda step: 1 if step <= 3 else 4)
+        assert [i for i, one in enumerate(worker.train(), 1) if one] == list(ends)
+        return worker.weights()
+
+    expected = Reference(mode.workers, mean, None)
+    for step in range(1, STEPS + 1):
+        expected.train(step - 1)
+        for name in SHAPES if step in ends else ():
+            expected.begin(name, step)
+        expected.finish(step)
+    assert_same(mode.run(body), expected.own)
+
+
+@on(ONE_HOST, MESSAGES, SERVED)
+def test_who_makes_fewer_steps_has_less_weight(store, W):
+    """Rounds by time: the program ends them, on each worker after another number of steps."""
+    parameter, steps = Parameter(np.zeros(3)), range(1, W + 1)
+    local = mpikv.LocalUpdates({"w": parameter}, store, every=None)
+    for round_ in range(1, 4):
+        for _ in range(store.rank + 1):
+            parameter.data += store.rank + 1
+            assert local.step() is False
+        local.exchange()
+        assert parameter.data.tolist() == pytest.approx([round_ * sum(n**3 for n in steps) / sum(steps)] * 3)
+    with pytest.raises(MpikvError, match="this worker has made no step since the last round"):
+        local.exchange()
 
 
 @on(ONE_HOST, BY_MESSAGES, SERVED)
@@ -245,6 +280,21 @@ def test_elastic_averaging_of_parts(store):
         assert local.common["a"].data[0] == 0.75
     assert params["b"].data[0] == 2 * (1 + store.rank) * 0.75
     assert local.common["b"].data[0] == 1.5
+
+
+@on(Mode("dist_async", 2))
+def test_elastic_averaging_of_workers_that_come_one_after_the_other(store):
+    """By the paper's formulas, with a rate of 0.8 over two workers."""
+    parameter = Parameter(np.ones(2))
+    local = mpikv.LocalUpdates({"w": parameter}, store, every=1, outer={"type": "easgd", "moving_rate": 0.8})
+    parameter.data += 1.0 + store.rank
+    for turn in range(2):
+        if store.rank == turn:
+            local.step()
+        store.barrier()
+    moved, before = 2.0 + store.rank, 1.0 + 0.4 * 1.0 * store.rank
+    assert parameter.data.tolist() == pytest.approx([moved - 0.4 * (moved - before)] * 2)
+    assert local.common["w"].data.tolist() == pytest.approx([before + 0.4 * (moved - before)] * 2)
 
 
 @on(BY_MESSAGES, SERVED)

@@ -30,8 +30,6 @@ from mpikv.transports.threads import Fabric
 
 SHAPES = {"bias": (7,), "empty": (0,), "scalar": (), "weight": (30, 41)}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.float64], ids=str)
-ON_STORE = pytest.mark.parametrize("on_store", [True, False])
 
 
 def array_on(gpu: Any, values: np.ndarray) -> Any:
@@ -89,7 +87,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 # --- one process
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.float64], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("n_devices", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["", "local, updating", "local", "device, updating", "device"])
@@ -204,18 +202,11 @@ def counted_and_clipped(store: KVStore, model: Model, **_: Any) -> Any:
     return norms, model.weights()
 
 
-@ON_STORE
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("path", ["host", "mpi"])
-@pytest.mark.parametrize("workers", [2, 3])
-def test_workers_of_one_host(workers: int, path: str, on_store: bool, seed: int) -> None:
-    check(sides_of(workers, seed), partial(trained, on_store=on_store), path=path)
-
-
-@ON_STORE
+@pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize(
     ("workers", "path", "scenario", "options"),
     [
+        *((workers, path, trained, {}) for workers in (2, 3) for path in ("host", "mpi")),
         (2, "host", trained, {"num_servers": 2, "dtype": np.float16}),
         (2, "mpi", trained, {"dtype": np.float16}),
         (2, "mpi", trained, {"dtype": BFLOAT16}),
@@ -225,7 +216,7 @@ def test_workers_of_one_host(workers: int, path: str, on_store: bool, seed: int)
         (2, "mpi", counted_and_clipped, {}),
     ],
 )
-def test_servers_short_floats_and_hosts(workers: int, path: str, scenario: Any, options: Any, on_store: bool) -> None:
+def test_workers(workers: int, path: str, scenario: Any, options: Any, on_store: bool) -> None:
     check(sides_of(workers, 4), partial(scenario, on_store=on_store), path=path, **options)
 
 

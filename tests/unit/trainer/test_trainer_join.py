@@ -1,17 +1,20 @@
-"""Uneven data in a Trainer: the mean over the examples that were there, and equal weights on all workers at the end."""
+"""Uneven data in a Trainer: in `join` the mean over the examples that were there; else workers apart are told so."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import threading
+from typing import Any
 
 import frameworks
 import numpy as np
 import pytest
 from on_workers import on
-from store_modes import ONE_HOST, SERVED, TRAINING, TWO_HOSTS, Mode, modes
+from store_modes import MESSAGES, ONE_HOST, SERVED, THREE_HOSTS, TRAINING, TWO_HOSTS, Mode, modes
 
-from mpikv import KVStore, Parameter, Trainer
-from mpikv.errors import MpikvError, UnsupportedError
+from mpikv import ConfigError, KVStore, MpikvError, Parameter, PeerError, StallError, Trainer
+from mpikv.errors import UnsupportedError
 from mpikv.testing.ranks import RankError
 
 torch = frameworks.need("torch")
@@ -34,36 +37,12 @@ def uneven(workers: int, how: str = "examples") -> list[dict[int, int]]:
 
 
 @pytest.mark.parametrize("how", ["examples", "sums", "means", "outside"])
-@pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
+@pytest.mark.parametrize(("on_store", "clip"), [(True, None), (False, None), (None, 0.9)])
 @modes(*TRAINING)
-def test_the_mean_over_the_examples_that_were_there(mode: Mode, on_store: bool, how: str) -> None:
-    """Outside of `join` all workers have examples in each step."""
-    longest = max(LENGTHS[: mode.workers])
-
-    def body(store: KVStore) -> list[np.ndarray]:
-        net = network(store.rank)
-        trainer = sgd(net, store, update_on_kvstore=on_store, overlap=how == "means")
-        with contextlib.nullcontext() if how == "outside" else trainer.join():
-            for step in range(longest if how == "outside" else LENGTHS[store.rank]):
-                n = size(step, store.rank, how)
-                trainer.zero_grad()
-                loss(net, batch(step, store.rank, n), "sum" if how == "sums" else "mean").backward()
-                if how in ("examples", "outside"):
-                    trainer.step(examples=n)
-                else:
-                    trainer.step(n if how == "sums" else None, wait=False)
-                    for parameter in net.parameters():
-                        trainer.wait(parameter)
-        assert trainer.steps == longest
-        return weights(net)
-
-    assert_close(mode.run(body), reference(uneven(mode.workers, how)))
-
-
-@pytest.mark.parametrize("clip", [None, 0.9], ids=["", "clipped"])
-@modes(ONE_HOST, TWO_HOSTS, SERVED)
-def test_two_epochs_with_a_learning_rate_set_in_the_loop(mode: Mode, clip: float | None) -> None:
-    """Those that have left take it over, as the owners of their parts."""
+def test_the_mean_over_the_examples_that_were_there(mode: Mode, on_store: Any, clip: Any, how: str) -> None:
+    """In two epochs. Those that have left take the learning rate over that is set in the loop, as the owners of their
+    parts. Outside of `join` all workers have examples in each step.
+    """
     longest = max(LENGTHS[: mode.workers])
 
     def rate(step: int) -> float:
@@ -71,20 +50,28 @@ def test_two_epochs_with_a_learning_rate_set_in_the_loop(mode: Mode, clip: float
 
     def body(store: KVStore) -> tuple[list[np.ndarray], float]:
         net = network(store.rank)
-        trainer = Trainer(net, "sgd", {"learning_rate": 0.5}, kvstore=store, clip_global_norm=clip)
+        options = {"update_on_kvstore": on_store, "clip_global_norm": clip, "overlap": how == "means"}
+        trainer = Trainer(net, "sgd", {"learning_rate": 0.5}, kvstore=store, **options)
         for epoch in range(2):
-            with trainer.join():
-                for step in range(LENGTHS[store.rank]):
+            with contextlib.nullcontext() if how == "outside" else trainer.join():
+                for step in range(longest if how == "outside" else LENGTHS[store.rank]):
+                    n = size(step, store.rank, how)
                     trainer.zero_grad()
                     trainer.set_learning_rate(rate(step))
-                    n = size(step, store.rank)
-                    loss(net, batch(epoch * longest + step, store.rank, n)).backward()
-                    trainer.step(examples=n)
+                    data = batch(epoch * longest + step, store.rank, n)
+                    loss(net, data, "sum" if how == "sums" else "mean").backward()
+                    if how in ("examples", "outside"):
+                        trainer.step(examples=n)
+                    else:
+                        trainer.step(n if how == "sums" else None, wait=False)
+                        for parameter in net.parameters():
+                            trainer.wait(parameter)
+        assert trainer.steps == 2 * longest
         return weights(net), trainer.learning_rate
 
     found = mode.run(body)
     right = reference(
-        2 * uneven(mode.workers),
+        2 * uneven(mode.workers, how),
         optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
         options=lambda step: {"lr": rate(step)},
         clip=clip,
@@ -108,7 +95,7 @@ def test_numpy_parameters_and_a_store_with_an_optimizer_of_its_own(store: KVStor
 
 
 @on(ONE_HOST)
-def test_on_one_host_it_costs_one_call_through_memory(store: KVStore) -> None:
+def test_on_one_host_a_step_costs_one_call_more_through_memory(store: KVStore) -> None:
     net = network(0)
     trainer = sgd(net, store)
     with trainer.join():
@@ -145,10 +132,8 @@ def test_an_exception_leaves_at_once_and_the_others_do_not_wait_for_ever(monkeyp
             store.session.waits.timeout_s = 0.5  # as soon as both have made a step, for which PyTorch imports much
             train(net, trainer, steps=[1])
 
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(RankError, match=r"rank 0: (Peer|Stall)Error: .*rank 1: OSError: no such image"):
         ONE_HOST.run(body)
-    assert isinstance(caught.value.errors[1], OSError)
-    assert isinstance(caught.value.errors[0], MpikvError)
 
 
 def test_bad_calls() -> None:
@@ -189,3 +174,119 @@ def test_a_missing_gradient_is_found_before_others_count_on_this_worker(store: K
             trainer.step()
         train(net, trainer, store.rank, [0])
     assert trainer.steps == 1
+
+
+# ---- without it: other numbers of steps, or other parameters frozen
+
+WORKERS = 3
+OF_THREE = (MESSAGES, TWO_HOSTS, THREE_HOSTS)
+
+
+def trained(store: KVStore, steps: int = 1, *, wait: bool = True) -> tuple[list[Parameter], Trainer]:
+    params = [Parameter(np.zeros(3, np.float32), f"p{i}") for i in range(3)]
+    trainer = Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=store)
+    for _ in range(steps):
+        step(params, trainer, wait=wait)
+    return params, trainer
+
+
+def step(params: list[Parameter], trainer: Trainer, *, wait: bool = True) -> None:
+    for parameter in params:
+        parameter.grad[...] = 1
+    trainer.step(WORKERS, wait=wait)
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["wait", "no wait"])
+@modes(ONE_HOST, MESSAGES, SERVED)
+def test_a_worker_with_fewer_batches_is_named_with_its_steps(mode: Mode, wait: bool) -> None:
+    def body(store: KVStore) -> str | None:
+        params, trainer = trained(store, 4, wait=wait)
+        if store.rank == 1:
+            return None  # closes
+        if not wait:
+            step(params, trainer, wait=False)  # the next one finds out
+        with pytest.raises(PeerError) as caught:
+            step(params, trainer, wait=wait)
+        with contextlib.suppress(PeerError):
+            store.close()
+        return str(caught.value)
+
+    text = mode.run(body)[0]
+    said = "this worker is in step 5 of its Trainer, and worker 1 on .* has left after step 4: "
+    for one in (said, "trainer.join()", "closed its store after 4 pushes", "In detail: worker 0"):
+        assert re.search(one, text, re.DOTALL)
+
+
+@modes(ONE_HOST, MESSAGES, SERVED)
+def test_a_worker_in_the_evaluation_is_told_of_at_once(mode: Mode) -> None:
+    """Not after the time limit: one waits in a step, the others in a call that needs it."""
+    all_know = threading.Barrier(mode.workers, timeout=60)
+
+    def body(store: KVStore) -> str:
+        params, trainer = trained(store, 4)
+        calls = [lambda: step(params, trainer), store.barrier]
+        if store.rank:
+            calls.reverse()
+        with pytest.raises(StallError) as caught:
+            calls[0]()
+        all_know.wait()
+        calls[1]()  # which the others' first calls have waited for
+        return str(caught.value)
+
+    text, *others = mode.run(body, stall_warn_s=0.4)
+    assert re.search(r"step 5 of its Trainer, and worker [12] on \S+ has not come to the next one after step 4", text)
+    assert "(pushed it 4 times; in barrier" in text
+    for one in (text, *others):
+        assert "Deadlock: " in one
+        assert re.search(r"worker 0 on \S+ in pushpull of key .*, round 5", one)
+
+
+@on(*OF_THREE)
+def test_frozen_and_thawed_on_all(store: KVStore) -> None:
+    params, trainer = trained(store)
+    params[1].grad_req = "null"
+    step(params, trainer)
+    before = store.stats()["control_messages_sent"]
+    step(params, trainer)
+    assert store.stats()["control_messages_sent"] == before
+    params[1].grad_req = "write"
+    step(params, trainer)
+    assert [float(parameter.data[0]) for parameter in params] == [-4, -2, -4]
+
+
+@on(*OF_THREE)
+def test_other_parameters_on_other_workers(store: KVStore) -> None:
+    params, trainer = trained(store)
+    params[1 if store.rank == 1 else 2].grad_req = "null"
+    wanted = r"different parameters frozen on different workers: worker 0 on (.|\n)*worker 1 on .*: trainer0/p1"
+    with pytest.raises(ConfigError, match=wanted):
+        step(params, trainer)
+    assert [parameter.data.tolist() for parameter in params] == [[-1] * 3] * 3
+
+
+@modes(TWO_HOSTS)
+def test_on_one_worker_alone(mode: Mode) -> None:
+    """The others wait for its gradients, and are told what it is doing; no weight is updated without them."""
+    asks, told = threading.Event(), threading.Barrier(WORKERS - 1)
+
+    def body(store: KVStore) -> tuple[str, str]:
+        params, trainer = trained(store)
+        agree = store.session.agree
+        if store.rank == 1:  # its own limit is later
+            params[1].grad_req = "null"
+            store.session.agree = lambda *what, **how: (asks.set(), agree(*what, **how))[1]
+        else:
+            assert asks.wait(60)
+            store.session.waits.timeout_s = 1.0  # nothing ends this wait
+        with pytest.raises(MpikvError) as caught:
+            step(params, trainer)
+        assert [parameter.data.tolist() for parameter in params] == [[-1] * 3] * 3
+        if store.rank != 1:
+            told.wait(60)  # who leaves first is the error of those that still wait
+        with contextlib.suppress(MpikvError):
+            store.close()
+        return type(caught.value).__name__, str(caught.value)
+
+    (first, said), _, (third, other) = mode.run(body)
+    assert first == third == StallError.__name__
+    assert any("worker 1 on " in text and "with other parameters frozen" in text for text in (said, other))

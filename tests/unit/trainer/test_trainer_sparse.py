@@ -8,6 +8,7 @@ from functools import partial
 import frameworks
 import numpy as np
 import pytest
+from on_workers import on
 from store_modes import Mode, modes
 
 from mpikv import Parameter, RowSparse, ShapeMismatch, Trainer, UnsupportedError, kv, optimizers
@@ -23,14 +24,9 @@ MODES = (
 each = pytest.mark.parametrize
 
 
-def gradient(worker, step):
-    rng = np.random.default_rng(100 * step + worker)
-    ids = rng.integers(0, SHAPE[0], 6)
-    return RowSparse(ids, rng.normal(size=(6, 3)), SHAPE)
-
-
 def given(worker, step, sparse):
-    grad = gradient(worker, step)
+    rng = np.random.default_rng(100 * step + worker)
+    grad = RowSparse(rng.integers(0, SHAPE[0], 6), rng.normal(size=(6, 3)), SHAPE)
     return grad if sparse else grad.to_dense()
 
 
@@ -110,17 +106,15 @@ def test_a_run_that_is_resumed_is_the_run_without_a_stop(mode, tmp_path):
     assert mode.run(partial(train, steps=range(2, 4), resume=path)) == mode.run(train)
 
 
-def test_asynchronous_workers_see_each_other_after_a_barrier():
-    def body(store):
-        table = Parameter(np.zeros((10, 2)), "table", sparse=True)
-        trainer = Trainer([table], "sgd", {"learning_rate": 1.0}, kvstore=store)
-        table.grad = RowSparse([store.rank, 9], -np.ones((2, 2)), (10, 2))
-        trainer.step(1)
-        store.barrier()
-        trainer.pull_weights()
-        return table.data[:, 0].tolist()
-
-    assert Mode("dist_async", 3).run(body) == [[1, 1, 1, 0, 0, 0, 0, 0, 0, 3]] * 3
+@on(Mode("dist_async", 3))
+def test_asynchronous_workers_see_each_other_after_a_barrier(store):
+    table = Parameter(np.zeros((10, 2)), "table", sparse=True)
+    trainer = Trainer([table], "sgd", {"learning_rate": 1.0}, kvstore=store)
+    table.grad = RowSparse([store.rank, 9], -np.ones((2, 2)), (10, 2))
+    trainer.step(1)
+    store.barrier()
+    trainer.pull_weights()
+    assert table.data[:, 0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 3]
 
 
 def test_a_step_costs_the_rows_that_it_changes():

@@ -75,16 +75,11 @@ def test_arguments_of_a_torch_class_are_attributes(store: KVStore, on_store: boo
     return weights(net)
 
 
-@pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_parameter, "_on_host", lambda tensor: False)
-
-
-@pytest.mark.usefixtures("unseen")
 @ON_STORE
 @of.as_alone(ONE_HOST, TWO_HOSTS)
-def test_tensors_that_the_host_cannot_see(store: KVStore, on_store: bool) -> list[np.ndarray]:
+def test_tensors_that_the_host_cannot_see(store: KVStore, on_store: bool, monkeypatch: Any) -> list[np.ndarray]:
     """What a GPU's tensors go through, here with the host's: every array is a copy, and is copied back."""
+    monkeypatch.setattr(torch_parameter, "_on_host", lambda tensor: False)
     net = network(store.rank)
     trainer = sgd(net, store, update_on_kvstore=on_store, overlap=True)
     found = of.train(net, trainer, store.rank)
@@ -269,20 +264,19 @@ def test_a_number_for_means_is_warned_of_once_and_not_where_it_is_named(warned: 
 # ---- buffers
 
 
-class Counted(nn.Module):
-    """Buffers of dtypes that no store has, too."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-        self.register_buffer("mask", torch.tensor([True, rank > 0]))
-        self.register_buffer("short", torch.tensor(300 + rank, dtype=torch.int16))
-        self.norm.running_mean += rank
+def counted(rank: int) -> Any:
+    """A module with buffers of dtypes that no store has, too."""
+    net = nn.Module()
+    net.norm = nn.BatchNorm1d(2)
+    net.norm.running_mean += rank
+    net.register_buffer("mask", torch.tensor([True, rank > 0]))
+    net.register_buffer("short", torch.tensor(300 + rank, dtype=torch.int16))
+    return net
 
 
 @on(*FEW, Mode("dist_async", 2))
 def test_buffers_are_worker_0s_at_the_start_and_when_asked(store: KVStore) -> None:
-    net = Counted(store.rank)
+    net = counted(store.rank)
     trainer = Trainer(net, "sgd", {"learning_rate": 0.1}, kvstore=store)
     assert (net.norm.running_mean.tolist(), net.mask.tolist(), net.short.item()) == ([0, 0], [True, False], 300)
     net.norm.running_mean = torch.full((2,), float(store.rank + 5))  # another tensor
@@ -295,13 +289,13 @@ def test_buffers_are_worker_0s_at_the_start_and_when_asked(store: KVStore) -> No
 
 def test_buffers_are_in_a_checkpoint(tmp_path: Any) -> None:
     def save(store: KVStore) -> None:
-        net = Counted(0)
+        net = counted(0)
         trainer = sgd(net, store)
         net.norm.running_mean += 7 + store.rank
         trainer.save(tmp_path / "run")
 
     def resume(store: KVStore) -> None:
-        net = Counted(0)
+        net = counted(0)
         sgd(net, store).resume(tmp_path / "run")
         assert (net.norm.running_mean.tolist(), net.mask.tolist()) == ([7, 7], [True, False])
 
@@ -428,22 +422,18 @@ def test_an_update_that_is_changed_after_gradients_have_left(store: KVStore) -> 
         trainer.step()
 
 
-@modes(*SENDING)
-def test_gradients_leave_during_the_backward_pass(mode: Mode) -> None:
+@on(*SENDING)
+def test_gradients_leave_during_the_backward_pass(store: KVStore) -> None:
     """Seen from inside it: what the layers above have sent when the first layer is reached."""
-
-    def body(store: KVStore) -> list[int]:
-        net = nn.Sequential(nn.Linear(100, 700), nn.Linear(700, 700), nn.Linear(700, 700))  # fills buckets
-        trainer, seen = Trainer(net, "sgd", kvstore=store, overlap=True), []
-        for _ in range(2):
-            trainer.zero_grad()
-            output = net[0](torch.ones(1, 100))
-            output.register_hook(lambda _: seen.append(len(trainer._pushed)))
-            net[2](net[1](output)).sum().backward()
-            trainer.step()
-        return [*seen, len(trainer._pushed)]
-
-    assert mode.run(body) == [[0, 4, 0]] * mode.workers  # before the first step no batch size is known
+    net = nn.Sequential(nn.Linear(100, 700), nn.Linear(700, 700), nn.Linear(700, 700))  # fills buckets
+    trainer, seen = Trainer(net, "sgd", kvstore=store, overlap=True), []
+    for _ in range(2):
+        trainer.zero_grad()
+        output = net[0](torch.ones(1, 100))
+        output.register_hook(lambda _: seen.append(len(trainer._pushed)))
+        net[2](net[1](output)).sum().backward()
+        trainer.step()
+    assert [*seen, len(trainer._pushed)] == [0, 4, 0]  # before the first step no batch size is known
 
 
 # ---- clipping
@@ -494,12 +484,10 @@ def test_a_norm_that_is_not_finite_changes_nothing(store: KVStore) -> list[np.nd
     return of.train(net, trainer, store.rank, [1])
 
 
-def test_where_clipping_is_refused() -> None:
-    def asynchronous(store: KVStore) -> None:
-        with pytest.raises(ValueError, match="dist_async store applies each gradient alone"):
-            sgd(network(0), store, clip_global_norm=1.0)
-
-    Mode("dist_async", 1).run(asynchronous)
+@on(Mode("dist_async", 1))
+def test_where_clipping_is_refused(store: KVStore) -> None:
+    with pytest.raises(ValueError, match="dist_async store applies each gradient alone"):
+        sgd(network(0), store, clip_global_norm=1.0)
     with pytest.raises(ValueError, match="leave update_on_kvstore=True out"):
         sgd(NET, None, clip_global_norm=1.0, update_on_kvstore=True)
     for wrong in (0, -1, "1", True, float("nan")):
