@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import fresh
 import pytest
-from jobs import ROOT, start
+from jobs import start
 from test_fault_matrix import rank_of
-
-from mpikv.commands.top import CLEAR
 
 PROGRAM = str(Path(__file__).with_name("stalls_program.py"))
 LIMIT_S = 60
@@ -32,31 +26,6 @@ CASES = {
     ),
     "calls": ({"MPIKV_PROGRESS": "calls"}, rf"3 workers, 0 servers; of 3 of them, .*\n.*\n{AT_WORK}{{3}}"),
 }
-
-
-class OnTerminal:
-    """`mpikv top` as on a terminal, where it goes on until the job has ended."""
-
-    def __init__(self, pid: int) -> None:
-        self._terminal, end = pty.openpty()
-        line = [sys.executable, "-m", "mpikv", "top", str(pid), "--every", "0.1"]
-        self._process = subprocess.Popen(line, cwd=ROOT, stdout=end, stderr=end, stdin=subprocess.DEVNULL)
-        os.close(end)
-        self.output = ""
-
-    def read(self, times: int) -> None:
-        """Read on until the table has been printed so often; 0: to the end."""
-        while not times or self.output.count(CLEAR) < times:
-            try:
-                part = os.read(self._terminal, 65536)
-            except OSError:  # a terminal that nobody writes to any more
-                break
-            self.output += part.decode()
-
-    def status(self) -> int:
-        self.read(0)
-        os.close(self._terminal)
-        return self._process.wait(60)
 
 
 def top(*words: str, says: str = "") -> tuple[int, str]:
@@ -82,15 +51,10 @@ def test_a_job_is_asked_by_the_pid_of_mpirun(mpi, case: str, tmp_path: Path) -> 
         assert re.search(said, output), output
         ranks = {rank: pid for pid in running.processes() if (rank := rank_of(pid, PROGRAM)) is not None}
         if case == "sleep_in_python":
-            assert re.search(said, top(str(ranks[1]), "--once", says=said)[1])
-            terminal = OnTerminal(pid)
-            terminal.read(3)
+            assert re.search(said, top(str(ranks[1]), says=said)[1])
         (tmp_path / "go").touch()
         if case == "stopped":
             running.end()
-    if case == "sleep_in_python":
-        assert terminal.status() == 0
-        assert terminal.output.endswith("mpikv top: the job has ended, or has closed its stores\r\n")
     if case != "stopped":
         assert running.result.status == 0, running.result.output
     status, output = top(str(ranks[0]))

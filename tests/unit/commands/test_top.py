@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,6 +128,23 @@ def test_several_jobs_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         "pid 21 on h: train.py, at its start",
         "mpikv top PID shows one of them",
     ]
+
+
+def test_on_a_terminal_it_asks_until_the_job_has_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [{12: document(store(0))}] * 2
+    monkeypatch.setattr(top, "_chosen", lambda _: [12])
+    monkeypatch.setattr(top, "asked", lambda _, question, limit_s: answers.pop() if answers else {})
+    monkeypatch.setattr(top, "of_stores", lambda _: {"a": ROWS})
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["top", "12", "--every", "0.001"]) == 0
+    first, *tables = capsys.readouterr().out.split(top.CLEAR)
+    assert (first, len(tables)) == ("", 2)
+    assert tables[1] == tables[0] + "mpikv top: the job has ended, or has closed its stores\n"
+    answers.append({12: document(store(0))})
+    assert main(["top", "12", "--once"]) == 0
+    assert capsys.readouterr().out == tables[0]
 
 
 def test_without_a_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
