@@ -44,7 +44,8 @@ from mpikv.config import KNOWN, VARIABLES
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))))
 # Left to --thorough: they take most of the time of all documents.
-LONG = {f"docs/{name}.md" for name in ("performance", "pytorch", "tutorial", "jax", "data", "adr/0001-progress-engine")}
+LONG = ("performance", "pytorch", "local-training", "tutorial", "jax", "data", "adr/0001-progress-engine")
+LONG_DOCUMENTS = {f"docs/{name}.md" for name in LONG}
 BLOCK_TIMEOUT_S = 180  # of one block, on a busy machine with two cores
 # The documents must say what root needs, so they do not get it from the test's environment.
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -241,7 +242,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.whole_job
 @pytest.mark.timeout(1800)  # against a hang between blocks, which have limits of their own
 @pytest.mark.parametrize(
-    "document", [pytest.param(one, marks=[pytest.mark.thorough] * (one in LONG)) for one in DOCUMENTS]
+    "document", [pytest.param(one, marks=[pytest.mark.thorough] * (one in LONG_DOCUMENTS)) for one in DOCUMENTS]
 )
 def test_every_block_does_what_it_shows(document: str, checkout: Path, tmp_path: Path) -> None:
     reader = Reader(checkout, tmp_path)

@@ -76,7 +76,13 @@ def test_killed(kind: str, ranks: int, env: dict[str, str], case: str, victims: 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "env"),
-    [("openmpi", 8, {}), ("mpich", 3, {}), ("openmpi", 4, HOSTS), ("openmpi", 3, SERVER), ("mpich", 4, SERVER)],
+    [
+        pytest.param("openmpi", 8, {}, marks=pytest.mark.thorough),
+        ("mpich", 3, {}),
+        ("openmpi", 4, HOSTS),
+        ("openmpi", 3, SERVER),
+        ("mpich", 4, SERVER),
+    ],
 )
 def test_without_a_fault_the_program_survives(kind: str, ranks: int, env: dict[str, str]) -> None:
     """Else the test above could not fail. Also with more ranks than cores; no step sends a message (it counts them)."""
