@@ -151,7 +151,7 @@ def test_link(mpi, tmp_path: Path) -> None:
 )
 def test_bad_options_are_told_once(words: list[str], text: str, mpi) -> None:
     job = bench(2, *words, mpi=mpi)
-    assert job.status == 2, job.output
+    job.check(2)
     assert job.output.count(text) == 1
     assert "Traceback" not in job.output
 
@@ -171,7 +171,7 @@ def test_a_wrong_sum_fails_the_run(mpi, tmp_path: Path) -> None:
         "sys.exit(main(['bench', 'allreduce', '-b', '64', '-e', '64', '--iterations', '2']))\n"
     )
     job = mpirun(2, ["python", str(program)], mpi=mpi)
-    assert job.status == 1, job.output
+    job.check(1)
     assert "WRONG in 5 results" in job.stdout
     assert "results were wrong" in job.stderr
 

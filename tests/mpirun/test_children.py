@@ -13,9 +13,8 @@ def finished(folder: Path, program: str, *words: str, servers: int = 0) -> Job:
     path = folder / "program.py"
     path.write_text(program)
     job = mpirun(2 + servers, ["python", str(path), *words], timeout_s=60)
-    assert job.status == 0, job.output
+    job.check()
     assert job.stdout.count("finished") == 2
-    assert job.ranks_left == []
     return job
 
 
@@ -152,6 +151,5 @@ def test_a_job_of_its_own_below_a_rank(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(NESTED.replace("INNER", repr(inner)))
     job = mpirun(1, ["python", str(path), "outer"], timeout_s=60)
-    assert job.status == 0, job.output
+    job.check()
     assert job.stdout.count("1 workers") == 1
-    assert job.ranks_left == []

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 def run(n: int, *arguments: str, **env: str) -> Job:
     env = {"MPI4PY_LIBMPI": f"{PREFIX}/lib/libmpi.so", "PYTHONPATH": f"{HERE.parents[1]}:{HERE}", **env}
     job = mpirun(n, ["python", *arguments], env=env, mpi=MPI, python=sys.executable, timeout_s=200)
-    assert job.status == 0, job.output
+    job.check()
     return job
 
 

@@ -171,9 +171,7 @@ def environment(folder: Path, fault: Fault) -> dict[str, str]:
 
 
 def check_end(job: Job, fault: Fault) -> None:
-    assert not job.timed_out, job.output
-    assert job.status == fault.status or (fault.status is None and job.status != 0), job.output
-    assert job.ranks_left == [], job.output
+    job.check(fault.status)
     assert "survived" not in job.stdout, job.output
     assert left_in_memory() == []
 

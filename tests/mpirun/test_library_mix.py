@@ -71,7 +71,7 @@ def test_the_system_alone() -> None:
     job = mpirun(2, STORE, mpi=SYSTEM, python=sys.executable, env=NAMED)
     assert (job.status, job.stdout.split()) == (0, ["made", "2"] * 2), job.output
     job = mpirun(2, INFO, mpi=SYSTEM, python=sys.executable, env=NAMED)
-    assert job.status == 0, job.output
+    job.check()
     assert re.search(r"MPI library +\S.*, system\n", job.stdout)
     assert str(SYSTEM.prefix) in job.stdout
 

@@ -39,7 +39,7 @@ def test_two_workers(mpi, servers: int, tmp_path: Path) -> None:
     """Worker 0 says what is so for all, and every rank what it is; keys are of level debug."""
     env = {"MPIKV_LOG": "info", "MPIKV_METRICS": str(tmp_path / "m"), "MPIKV_NUM_SERVERS": str(servers)}
     job = mpirun(2 + servers, ["python", "-c", TRAIN], env=env, mpi=mpi)
-    assert job.status == 0, job.output
+    job.check()
     lines = [line for line in job.stderr.splitlines() if line.startswith("mpikv ")]
     ranks = [line for line in lines if re.search(r": rank \d of \d, pid \d+, no GPU: ", line)]
     names = ["worker 0", "worker 1", "server 0"][: 2 + servers]
@@ -63,7 +63,7 @@ def test_two_workers(mpi, servers: int, tmp_path: Path) -> None:
 def test_stores_of_some_of_the_ranks(mpi, tmp_path: Path) -> None:
     """Two stores have a worker 0 each, whose files are two."""
     job = mpirun(4, ["python", "-c", GROUPS], env={"MPIKV_METRICS": str(tmp_path)}, mpi=mpi)
-    assert job.status == 0, job.output
+    job.check()
     files = {path.name: path.read_text() for path in sorted(tmp_path.iterdir())}
     assert list(files) == [f"mpikv-rank-{rank}.prom" for rank in range(4)]
     for rank, text in enumerate(files.values()):

@@ -38,5 +38,5 @@ def test_open_mpi_listens_nowhere_on_one_host(tmp_path: Path, n: int, env: dict[
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     job = mpirun(n, ["python", str(program)], env=env, mpi=mpi)
-    assert job.status == 0, job.output
+    job.check()
     assert job.stdout.splitlines() == [line] * n

@@ -56,7 +56,7 @@ def test_a_job_is_asked_by_the_pid_of_mpirun(mpi, case: str, tmp_path: Path) -> 
         if case == "stopped":
             running.end()
     if case != "stopped":
-        assert running.result.status == 0, running.result.output
+        running.result.check()
     status, output = top(str(ranks[0]))
     assert status == 1
     assert "no process and no job" in output
