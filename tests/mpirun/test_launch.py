@@ -62,18 +62,6 @@ def tagged(job: Job, tag: str) -> list[str]:
     return [line.split("] ", 1)[1] for line in job.output.splitlines() if line.startswith(f"[{tag} @ ")]
 
 
-def test_roles_output_and_environment(mpi: Mpi, tmp_path: Path) -> None:
-    job = launch(
-        mpi, "-n", "2", "-s", "1", "--env", "COLOUR=a b'c", "--output-dir",
-        str(tmp_path / "logs"), "python", PROGRAM, "none",
-    )  # fmt: skip
-    job.check()
-    for i in range(2):
-        assert tagged(job, f"worker {i}")[-1] == "survived a b'c"
-        assert (tmp_path / "logs" / f"worker-{i}.log").read_text().splitlines() == tagged(job, f"worker {i}")
-    assert "mpikv launch" not in job.output  # nothing to say
-
-
 @pytest.mark.thorough
 def test_servers_that_nobody_uses(mpi: Mpi) -> None:
     """They have come to MPI_Init before the worker ends, which Open MPI's mpirun takes for an error.
@@ -96,13 +84,17 @@ def test_servers_beside_a_process_group(mpi: Mpi) -> None:
     assert "Traceback" not in job.output, job.output
 
 
-def test_lines_stay_whole(mpi: Mpi) -> None:
+def test_lines_stay_whole(mpi: Mpi, tmp_path: Path) -> None:
+    """In the terminal and in the file of each rank, which has what --env gives to it."""
     code = "import os\nfor i in range(3000): print(os.environ['LETTER'] * 100 + str(i))"
-    script = f'LETTER=x${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} exec {mpi.python} -c "{code}"'
-    job = launch(mpi, "-n", "3", "-s", "0", "sh", "-c", script)
+    script = f'LETTER=$LETTER${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} exec {mpi.python} -c "{code}"'
+    logs = str(tmp_path / "logs")
+    job = launch(mpi, "-n", "3", "-s", "0", "--env", "LETTER=x b'c", "--output-dir", logs, "sh", "-c", script)
     job.check()
+    assert "mpikv launch" not in job.output  # nothing to say
     for rank in range(3):
-        assert tagged(job, f"worker {rank}") == [f"x{rank}" * 100 + str(i) for i in range(3000)]
+        assert tagged(job, f"worker {rank}") == [f"x b'c{rank}" * 100 + str(i) for i in range(3000)]
+        assert (tmp_path / "logs" / f"worker-{rank}.log").read_text().splitlines() == tagged(job, f"worker {rank}")
 
 
 @pytest.mark.parametrize(
@@ -163,13 +155,6 @@ def test_something_of_the_job_is_killed(mpi: Mpi, victim: str) -> None:
         assert "no process of the job is left" in job.stderr
     if victim == "the process above a rank":
         assert "worker 0" in job.stderr
-
-
-def test_an_mpirun_that_fails(mpi: Mpi) -> None:
-    job = launch(mpi, "-n", "1", "-s", "0", "--mpirun-options=--no-such-option", "hostname")
-    job.check(None)
-    assert "[mpirun] " in job.output
-    assert "never started" in job.stderr
 
 
 def test_the_reader_goes_away(mpi: Mpi, tmp_path: Path) -> None:
