@@ -98,15 +98,6 @@ def subclasses_of_ndarray(store, mode):
     assert type(store.pull("matrix")) is np.ndarray
 
 
-def rounds_are_counted_for_each_worker(store, mode):
-    """MXNet would close a round with two pushes of one worker."""
-    store.init("ahead", full(0))
-    for i in range(6):
-        store.push("ahead", full(10**i))
-        if store.rank or i == 5:
-            assert uniform(store.pull("ahead")) == mode.workers * 10**i
-
-
 def reductions(store, mode):
     """In every form, against NumPy over all workers' arrays: small whole numbers, exact in every dtype."""
     W, me, n = mode.workers, store.rank, 13
@@ -404,7 +395,6 @@ SUMS = (
     forms_of_push_and_pull,
     arrays_of_other_libraries,
     subclasses_of_ndarray,
-    rounds_are_counted_for_each_worker,
     reductions,
     a_float16_sum_is_made_in_float32,
 )
