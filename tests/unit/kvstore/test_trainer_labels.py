@@ -1,4 +1,4 @@
-"""Trainers whose workers give different batch sizes, or other attributes. Every way of a round: test_store_labels.py."""
+"""Trainers whose workers give different batch sizes, or other attributes. Every way of a round: test_store_labels."""
 
 from __future__ import annotations
 
