@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.codecs.compression import wire_of
+from mpikv.codecs.compression import make, wire_of
 from mpikv.config import ALGORITHMS, Config
 from mpikv.placement.keys import KeyInfo, ShardPlan, even_bounds, partitions, plan_of_bounds, whole_bounds
 from mpikv.placement.members import Members
 from mpikv.placement.owners import CUT_BYTES, add_load, as_announced, place_at_owners
 from mpikv.placement.place import host_bounds, place
+from mpikv.placement.placement import Placement
 from mpikv.server.roles import assign
 
 sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
@@ -115,6 +119,31 @@ def test_each_element_has_one_owner_or_all_owners_have_all(store, info, codec, d
 
 def copy_of(store):
     return Members(*(getattr(store, name) for name in Members.__dataclass_fields__))
+
+
+ROWS = ((100, 7), (3, 1000), (64, 3, 3, 3), (1, 1 << 20), (2, 1 << 19), (1 << 20, 1))
+
+
+@pytest.mark.parametrize("shape", ROWS)
+@pytest.mark.parametrize("servers", [0, 1, 3])
+def test_rows_of_powersgd_are_not_cut_unless_nothing_would_be_saved(shape: tuple[int, ...], servers: int) -> None:
+    """As for few long rows, of which one owner would have all in one message."""
+    config, workers = Config(bigarray_bound_elems=10, partition_bytes=1 << 11), (0, 1, 2, 3)
+    store = Members(tuple("abcdefg"[: 4 + servers]), workers, tuple(range(4, 4 + servers)), config=config)
+
+    def placed(shape: tuple[int, ...]) -> Placement:
+        codec = make({"type": "powersgd", "force": True}).for_shape(shape)
+        info = KeyInfo("w", 0, shape, np.dtype(np.float32), codec.text)
+        found = place_at_owners(store, info, wire_of(info), updated=True)
+        assert as_announced(store, info, found.announced(), wire_of(info)) == found
+        return found
+
+    found, row = placed(shape), math.prod(shape[1:])
+    if min(shape[0], row) > 2:
+        assert all(cut % row == 0 for cut in (*found.bounds, found.partition_elems))
+    else:
+        assert found == placed((math.prod(shape),))
+        assert len(found.shards) == (servers or 4)
 
 
 @given(st.integers(0, 300), st.lists(st.sampled_from("abc"), min_size=1, max_size=12))

@@ -197,3 +197,35 @@ def test_sums_alone_are_compressed(mode: Mode, part_bytes: int) -> None:
             assert uniform(array) == 2 * exact
 
     mode.run(body, compression=COARSE, partition_bytes=part_bytes)
+
+
+# --- powersgd with the rows of a key
+
+RANK = 2
+APART = [Mode("dist_sync", w, s, hosts="abcde"[: w + s], part_bytes=1200) for w, s in ((2, 0), (3, 0), (2, 1), (3, 2))]
+POWERSGD = make({"type": "powersgd", "rank": RANK, "force": True})
+
+
+def of_rank(shape: tuple[int, ...], round_: int) -> np.ndarray:
+    """Whole numbers, of that rank as a matrix of rows; the same on all workers."""
+    numbers = np.random.default_rng(round_)
+    left, right = (numbers.integers(-4, 5, n) for n in ((shape[0], RANK), (RANK, int(np.prod(shape[1:])))))
+    return (left @ right).reshape(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (30, 7, 5, 2), (5, 200)])
+@pytest.mark.parametrize("optimizer", [False, True])
+@on(*APART, compression=POWERSGD, bigarray_bound_elems=100)
+def test_a_gradient_of_its_rank_arrives(store: Any, W: int, shape: tuple[int, ...], optimizer: bool) -> None:
+    """A few rows of it, too, where owners or partitions have no more; nothing is owed then."""
+    store.init(["w", "b"], [full(0, shape), full(0, 5)])
+    if optimizer:
+        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
+    expected = np.zeros(shape)
+    for round_ in range(3):
+        store.pushpull(["w", "b"], [grad := of_rank(shape, round_), full(round_, 5)])
+        total = W * of_rank(shape, round_).astype(np.float64)
+        expected = expected - total if optimizer else total
+        # Of the nearly square matrix more than nine tenths would be left over.
+        np.testing.assert_allclose(grad, expected, rtol=0, atol=2.0**-16 * np.linalg.norm(total))
+    assert store.stats()["encoded_bytes"] < 3 * W * 4 * np.prod(shape)
