@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-RECORD_BYTES = 3073
-
 
 def write(directory: Path, train: int = 80, test: int = 20) -> Path:
     """`train` images in five files and `test` in one, always the same; the directory. train: a multiple of 5."""

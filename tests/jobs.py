@@ -35,28 +35,15 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MPIKV_TEST_JOB"
 ENVIRONMENTS = "MPIKV_TEST_ENVIRONMENTS"  # other virtual environments to use, separated by ":"; scripts/test sets it
-PREFIX = (
-    "MPIKV_TEST_PREFIX"  # an environment that is used as it is, wherever its mpirun is; `scripts/test --gpu` sets it
-)
+# An environment that is used as it is, wherever its mpirun is; `scripts/test --gpu` sets it.
+PREFIX = "MPIKV_TEST_PREFIX"
 # Where a CUDA-aware Open MPI is installed, as scripts/build_ompi_cuda makes it: the tests with it are skipped without.
 CUDA_MPI = "MPIKV_TEST_CUDA_MPI"
 # What a launcher, a shell or a developer's own settings may have left in our environment and ranks must not see.
 # PYTHONUNBUFFERED would tear the lines of different ranks apart; with PYTHONDONTWRITEBYTECODE each rank would compile
 # all of mpikv, which takes as long as all else at its start.
-FOREIGN = (
-    "OMPI_",
-    "PMIX_",
-    "PRTE_",
-    "PMI_",
-    "HYDI_",
-    "HYDRA_",
-    "OPAL_",
-    "MPIR_",
-    "SLURM_",
-    "MPIKV_",
-    "PYTHONUNBUFFERED",
-    "PYTHONDONTWRITEBYTECODE",
-)
+FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "OPAL_", "MPIR_", "SLURM_", "MPIKV_")
+FOREIGN += ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 VERBOSE = ("CI", "BUILD_NUMBER")  # make pytest say each failure a second time, in its summary
 TERMINATE_S = 3.0  # mpirun passes SIGTERM on and waits for its ranks; Open MPI needs up to two seconds
 KILL_S = 30.0  # a killed process ends when the kernel gets to it, on a busy machine not at once

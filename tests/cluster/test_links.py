@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import jobs
 import pytest
-from namespaces import Network, missing, network
+from namespaces import missing, network
+from needs import find
 
 pytestmark = pytest.mark.skipif(missing() != "", reason=missing())
 
@@ -28,30 +28,14 @@ JOBS = (
 )
 
 
-def exchanged(hosts: Network, kind: str, ranks: tuple[int, ...], n: int, rounds: int) -> dict[str, dict[str, float]]:
-    mpi = jobs.find_mpi(kind)
-    if mpi is None:
-        pytest.skip(f"no {kind} in any known environment")
-    command = ["python", PROGRAM, str(n), str(rounds)]
-    job = jobs.mpirun(sum(ranks), command, mpi=hosts.mpi(mpi), options=hosts.options(mpi, ranks), timeout_s=60)
-    job.check()
-    found = re.search(r"found (\{.*\})", job.stdout)
-    assert found is not None, job.output
-    return json.loads(found[1])
-
-
 @pytest.mark.parametrize(("kind", "ranks"), JOBS, ids=str)
 def test_every_byte_crosses_the_link_once(kind: str, ranks: tuple[int, ...]) -> None:
+    mpi, command = find(kind), ["python", PROGRAM, str(N), "2"]
     with network(len(ranks), RATE_MBIT) as hosts:
-        found = exchanged(hosts, kind, ranks, N, 2)
+        job = jobs.mpirun(sum(ranks), command, mpi=hosts.mpi(mpi), options=hosts.options(mpi, ranks))
+    job.check()
+    found = json.loads(job.stdout.partition("found ")[2])
     least_bytes = 2 * (len(ranks) - 1) * N * 4 / len(ranks)
     ratios = {host: n_bytes / least_bytes for host, n_bytes in found["sent"].items()}
     assert len(ratios) == len(ranks)
     assert all(1 <= ratio <= MOST for ratio in ratios.values()), ratios
-
-
-@pytest.mark.cluster_full
-def test_short_values_too() -> None:
-    with network(3) as hosts:
-        for n in (1, 1000):
-            exchanged(hosts, "openmpi", (1, 2, 1), n, 2)

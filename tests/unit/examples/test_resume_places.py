@@ -80,18 +80,3 @@ def test_another_number_of_workers(workers: int, stop: int, tmp_path: Path) -> N
     assert run(workers, 12, tmp_path / "file")[0] == []  # nothing is left
     for name, weight in wanted.items():
         np.testing.assert_allclose(weights[name], weight, rtol=1e-9, atol=1e-12)
-
-
-def test_other_batches(tmp_path: Path) -> None:
-    """Every example once in each epoch, and the rates are those of the place in the epoch."""
-    first, _ = run(3, 12, tmp_path / "file", max_steps=7)
-    rest, _ = run(5, 20, tmp_path / "file")
-    steps = first + rest
-    done = 0
-    for examples, rate in steps:
-        done += len(examples)
-        assert rate == train_mnist.learning_rate(options(3, 12, None), done / EXAMPLES)
-    assert done == EPOCHS * EXAMPLES
-    order = list(chain(*(examples for examples, _ in steps)))
-    for epoch in range(EPOCHS):
-        assert sorted(order[epoch * EXAMPLES : (epoch + 1) * EXAMPLES]) == list(range(EXAMPLES))
