@@ -52,27 +52,30 @@ def test_a_failing_rank(  # noqa: PLR0917
 
 
 @pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
-def test_a_killed_rank(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object]) -> None:
+@pytest.mark.parametrize(
+    ("victim", "status", "said"),
+    [
+        ("a rank", 128 + signal.SIGKILL, r"worker 2.* h3.*(SIGKILL|killed)"),
+        ("a host", None, r"\bh3\b"),
+        *(pytest.param(one.name, 128 + one, one.name, marks=full) for one in (signal.SIGTERM, signal.SIGINT)),
+    ],
+)
+def test_the_job_ends_with(  # noqa: PLR0917
+    ssh_hosts: Network, mpi: jobs.Mpi, options: list[object], victim: str, status: int | None, said: str
+) -> None:
+    """A rank that is killed, a host that crashes, or the launcher that is told to end."""
     with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, looping("forever")) as running:
-        running.kill(ready(running)[2])
+        ranks = ready(running)
+        if victim == "a rank":
+            running.kill(ranks[2])
+        elif victim == "a host":
+            ssh_hosts.crash(ssh_hosts[2])
+        else:
+            running.kill(running.pid, signal.Signals[victim])
     job = running.result
-    job.check(128 + signal.SIGKILL)
-    assert re.search(r"^mpikv launch: .*worker 2.* h3.*(SIGKILL|killed)", job.stderr, re.M), job.output
-
-
-# ---- the launcher
-
-
-@full
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
-def test_an_ended_launcher(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object], signum: signal.Signals) -> None:
-    with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, looping("forever")) as running:
-        ready(running)
-        running.kill(running.pid, signum)
-    job = running.result
-    job.check(128 + signum)
-    assert signum.name in job.stderr
-    assert "no process of the job is left on h1, h2, h3" in job.stderr
+    job.check(status)
+    assert re.search(rf"^mpikv launch: .*{said}", job.stderr, re.M), job.output
+    assert "SIG" not in victim or "no process of the job is left on h1, h2, h3" in job.stderr
 
 
 @pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
@@ -97,14 +100,6 @@ def test_an_unreachable_host(ssh_hosts: Network, mpi: jobs.Mpi, options: list[ob
     assert re.search(r"1 of 3 hosts cannot be used:\s+h3: .*(timed out|No route)", job.stderr), job.output
 
 
-@pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
-def test_a_host_that_crashes(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object]) -> None:
-    with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, looping("forever")) as running:
-        ready(running)
-        ssh_hosts.crash(ssh_hosts[2])
-    check_lost(running.result)
-
-
 @full
 def test_a_host_whose_cable_is_cut(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object]) -> None:
     before = ssh_hosts.snapshot()
@@ -112,11 +107,5 @@ def test_a_host_whose_cable_is_cut(ssh_hosts: Network, mpi: jobs.Mpi, options: l
         ready(running)
         ssh_hosts.cut(ssh_hosts[2])
         ssh_hosts.assert_gone(before, LOST_S + 30)
-    check_lost(running.result)
-
-
-def check_lost(job: jobs.Job) -> None:
-    """It says which host has gone, and does not end as if all were well."""
-    assert (job.ranks_left, job.timed_out) == ([], False), job.output
-    assert job.status > 0
-    assert re.search(r"^mpikv launch: .*\bh3\b", job.stderr, re.M), job.output
+    running.result.check(None)
+    assert re.search(r"^mpikv launch: .*\bh3\b", running.result.stderr, re.M), running.result.output
