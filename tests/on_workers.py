@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,14 @@ def uniform(array: Any) -> Any:
     """The one value that all elements have, whoever owns them."""
     (value,) = np.unique(array).tolist()
     return value
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait until another thread has made it true."""
+    limit_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit_s
+        time.sleep(0.005)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A transport around another one, on which messages are late, overtake each other and ranks die, as a script says.
+"""A transport around another one, on which messages are late and overtake each other, as a script says.
 
 For tests: what a real network does once in a thousand runs, it does in every run, and nobody has to sleep for it. A
 receive is handed on, or a message that has arrived is found, only some *looks* later; each call of `poll` or `probe` of
@@ -14,30 +14,14 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.clock import Clock
-from mpikv.engine.operation import Completion, Operation, Waiter, Waking, wakes
-from mpikv.errors import MpikvError
+from mpikv.engine.operation import Operation, Waiter, Waking, wakes
 from mpikv.transports.base import Incoming, Transport, take_first
 from mpikv.transports.threads import Fabric
 
 Route = tuple[int, int]  # source and tag
-
-
-class KilledError(MpikvError):
-    """This rank has died, as its script says."""
-
-
-class Death(NamedTuple):
-    """A rank dies when it has sent `sends` messages: every call of its transport then raises `KilledError`.
-
-    silent: instead of raising, it sends and receives nothing any more, and no request of its own is ever done.
-    """
-
-    sends: int
-    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,12 +29,10 @@ class Faults:
     """The script of one rank.
 
     seed: of the delays; with None nothing is late by chance. most_looks: how many looks later something comes at most.
-    death: when it dies; None: never.
     """
 
     seed: int | None = None
     most_looks: int = 4
-    death: Death | None = None
 
 
 class _DelayedReceive(Waking):
@@ -70,8 +52,6 @@ class _DelayedReceive(Waking):
             waiter.wake()
 
     def test(self) -> bool:
-        if not self._transport.lives():
-            return False
         if self._started is None:
             self._transport.poll()
         return self._started is not None and self._started.test()
@@ -98,31 +78,13 @@ class FaultyTransport:
         self.rank, self.size, self.max_tag, self.hosts = inner.rank, inner.size, inner.max_tag, inner.hosts
         self.clock, self.recorder, self.ledger = inner.clock, inner.recorder, inner.ledger
 
-    def lives(self) -> bool:
-        """Return True while the rank lives, False when it has died silently.
-
-        Raises KilledError when it has died otherwise.
-        """
-        death = self._faults.death
-        if death is None or self.ledger.messages < death.sends:
-            return True
-        if not death.silent:
-            raise KilledError(
-                f"rank {self.rank} of {self.size} was killed after {death.sends} messages, as its script says"
-            )
-        return False
-
     def _due(self) -> int:
         return self._looks + (0 if self._dice is None else self._dice.randint(0, self._faults.most_looks))
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
-        if not self.lives():
-            return Completion()
         return self._inner.isend(buf, dest, tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
-        if not self.lives():
-            return Completion()
         receive = _DelayedReceive(self, lambda: self._inner.irecv(buf, source, tag, room_bytes), self._due())
         self._receives.setdefault((source, tag), deque()).append(receive)
         self._begin_receives()
@@ -135,8 +97,6 @@ class FaultyTransport:
 
     def probe(self, tag: int) -> Incoming | None:
         """Do what `Transport.probe` does, later, and with messages of any sender in any order."""
-        if not self.lives():
-            return None
         self._looks += 1
         while (incoming := self._inner.probe(tag)) is not None:
             self._arrived.setdefault((incoming.source, tag), deque()).append((self._due(), self._found, incoming))
@@ -149,15 +109,9 @@ class FaultyTransport:
         return take_first(self._arrived, route)[2]
 
     def poll(self) -> None:
-        """Do what `Transport.poll` does.
-
-        Does nothing once the rank has died; who moves its transfers on hears of it from them.
-        """
         self._looks += 1
-        death = self._faults.death
-        if death is None or self.ledger.messages < death.sends:
-            self._begin_receives()
-            self._inner.poll()
+        self._begin_receives()
+        self._inner.poll()
 
     def close(self) -> None:
         self._inner.close()

@@ -1,10 +1,11 @@
-"""What the tests without MPI share: looks whose errors are not hidden."""
+"""What the tests without MPI share: looks whose errors are not hidden, and what is printed of waits that last."""
 
 from __future__ import annotations
 
 import pytest
 
 from mpikv.observe import looks
+from mpikv.session import stalls
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +20,11 @@ def _looks_raise(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         looks.Looks, "failed", property(lambda looks: looks.__dict__["failed"], raise_it), raising=False
     )
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What all ranks print of waits that last."""
+    texts: list[str] = []
+    monkeypatch.setitem(stalls.Stalls.__init__.__kwdefaults__, "say", texts.append)
+    return texts

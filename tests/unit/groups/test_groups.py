@@ -14,7 +14,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 import pytest
-from on_workers import taken_of
+from on_workers import taken_of, until
 from virtual_clock import VirtualClock
 
 from mpikv.arrays.reductions import OF_GROUPS
@@ -30,7 +30,6 @@ from mpikv.groups.collective import allgather, allreduce, barrier, broadcast, ex
 from mpikv.groups.group import WINDOW_BITS, GroupTags, RankGroup
 from mpikv.groups.shared import CHUNK_BYTES, TINY_BYTES, MismatchError
 from mpikv.groups.world import World
-from mpikv.session import stalls
 from mpikv.testing.groups import spawn_groups
 from mpikv.transports import wire
 from mpikv.transports.threads import Fabric
@@ -322,32 +321,20 @@ def test_who_is_missing_is_named(way: str) -> None:
     run_while_time_passes(way, 3, body, lookers=3, until=2)
 
 
-@pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What all ranks print."""
-    texts: list[str] = []
-    monkeypatch.setitem(stalls.Stalls.__init__.__kwdefaults__, "say", texts.append)
-    return texts
-
-
-def waits_for_it(printed: list[str], word: str) -> None:
-    wait_until(lambda: any(word in text for text in printed), lambda: False, 60, lambda: StallError(f"no {word}"))
-
-
 @pytest.mark.parametrize("way", ["memory", "messages"])
 def test_who_is_late_is_told_as_in_a_store(way: str, printed: list[str]) -> None:
     def body(world: World, group: RankGroup):
         group.start(barrier()).wait()
         if group.rank == 1:
-            waits_for_it(printed, " for rank 1 on localhost")
+            until(lambda: any(" for rank 1 on localhost" in text for text in printed))
         group.start(allreduce([np.ones(4, "float32")], SUM)).wait()
         if group.rank == 0:
-            waits_for_it(printed, "going on, after a stall of")
+            until(lambda: any("going on, after a stall of" in text for text in printed))
         group.start(barrier()).wait()
 
     run(way, 3, body, stall_warn_s=0.5)
     table = next(text for text in printed if " for rank 1 on localhost" in text)
-    assert re.search(r"\n  rank 1 on localhost \(pid \d+\): outside the store for .* at test_groups.py:\d+ in ", table)
+    assert re.search(r"\n  rank 1 on localhost \(pid \d+\): outside the store for .* at on_workers.py:\d+ in ", table)
     assert re.search(
         r"\n  rank 0(, 2)? on localhost \(pid [\d, ]+\): in all_reduce \(sum\) of float32 4, call 2 of process group 1 "
         r"for \d\.\d s; at test_groups.py:\d+ in body",
@@ -387,7 +374,7 @@ def test_messages_that_are_under_way_are_no_circle(printed: list[str]) -> None:
 
     def body(world: World, group: RankGroup):
         if group.rank == 0:
-            waits_for_it(printed, "stalled")
+            until(lambda: any("stalled" in text for text in printed))
         group.send(np.full(2, float(group.rank)), 1 - group.rank, 0).wait()
         for got in (np.zeros(2), np.zeros(2)):
             group.send(got, 1 - group.rank, 1)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from on_workers import full
+from on_workers import full, until
 from store_modes import Mode
 
 from mpikv import Config, ConfigError, kv
@@ -37,13 +35,6 @@ def of(values: Values, name: str, **labels: str) -> float:
 
 def threads() -> int:
     return sum(thread.name == "mpikv-metrics" for thread in threading.enumerate())
-
-
-def until(true: Callable[[], bool], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_labels_and_help_of_any_text() -> None:

@@ -8,17 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from on_workers import limit, until
 from store_modes import Mode, mode_id
 
 from mpikv import PeerError, StallError
 from mpikv.observe import program
 from mpikv.observe.program import Process, state_of, this_process
 from mpikv.session import questions, stalls, waits
+from mpikv.testing.ranks import RankError
 from mpikv.transports import threads, wire
 
 WARN_S = 0.2
@@ -29,20 +30,6 @@ MODES = [
 ]
 ONES = np.ones(3, np.float32)
 every_mode = pytest.mark.parametrize("mode", MODES, ids=mode_id)
-
-
-@pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    texts: list[str] = []
-    monkeypatch.setitem(stalls.Stalls.__init__.__kwdefaults__, "say", texts.append)
-    return texts
-
-
-def until(condition: Callable[[], Any]) -> None:
-    limit_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit_s
-        time.sleep(0.005)
 
 
 def text_with(printed: list[str], *words: str) -> str:
@@ -70,7 +57,7 @@ def test_a_wait_is_told_with_both_sides_and_its_end(mode: Mode, printed: list[st
     table = text_with(printed, *words)
     assert re.match(r"mpikv: stalled for \d+\.\d s: worker (0|2|0, 2) on localhost waits? for worker 1", table)
     (late,) = [line for line in table.splitlines() if line.startswith("  worker 1 on ")]
-    assert re.search(r"\(pid \d+\): outside the store for .*; at test_stalls.py:\d+ in until, (not )?computing", late)
+    assert re.search(r"\(pid \d+\): outside the store for .*; at on_workers.py:\d+ in until, (not )?computing", late)
     assert re.search(r"in pushpull of key 'w', round 1 for \d+\.\d s; at test_stalls.py:\d+ in body", table)
     until(lambda: printed[-1].startswith("mpikv: going on, after a stall of "))
 
@@ -245,6 +232,33 @@ def test_a_wait_with_a_limit_of_its_own_is_no_deadlock(printed: list[str]) -> No
         return out.tolist()
 
     assert Mode("dist_sync", 2).run(body, stall_warn_s=WARN_S) == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_when_a_worker_dies_the_others_say_who_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without servers, those of them that depend on it; the dead one's own error is told, too."""
+    monkeypatch.setattr(waits, "ANSWER_S", 0.1)
+    dead = threading.Event()
+
+    def body(store: Any) -> None:
+        store.init("w", np.zeros(3, np.float32))
+        store.set_optimizer("test")
+        for _ in range(5):
+            store.pushpull("w", ONES.copy())
+        if store.rank == 1:
+            dead.set()
+            raise ZeroDivisionError
+        assert dead.wait(60)
+        with limit(store):
+            for _ in range(1000):
+                store.pushpull("w", ONES.copy())
+            store.close()
+
+    with pytest.raises(RankError) as raised:
+        Mode(name, 2, memory="off").run(body)
+    errors = raised.value.errors
+    assert isinstance(errors[1], ZeroDivisionError)
+    assert "worker 1 on localhost" in str(errors[0])
 
 
 @pytest.mark.looks_fail

@@ -69,21 +69,6 @@ def test_all_stop(kind, workers, servers, progress, who):
         assert ended == [(found[0], [float(workers)] * 5)] * workers
 
 
-def test_messages_of_a_stop():
-    """A wish, which worker 0 passes on to each other worker, and of each of these a proposal and its verdict."""
-
-    def body(store):
-        prepared(store)
-        before = store.stats()["control_messages_sent"]
-        if store.rank == 2:
-            store.request_stop()
-        while not store.stop_requested:
-            store.pushpull("w", ONES.copy())
-        return store.stats()["control_messages_sent"] - before
-
-    assert spawn_stores("dist_sync", 4, body, config=config("thread")) == [6, 1, 2, 1]
-
-
 @pytest.mark.parametrize("progress", ["thread", "calls"])
 def test_workers_far_ahead(progress):
     """Pushes do not wait, so that a worker may be many steps ahead: the others go on to where it is."""
