@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.common.clock import Clock
 from mpikv.engine.operation import Operation, Waiter, Waking, wakes
 from mpikv.transports.base import Incoming, Transport, take_first
 from mpikv.transports.threads import Fabric
@@ -118,16 +117,10 @@ class FaultyTransport:
 
 
 class FaultyFabric(Fabric):
-    """Thread ranks with faults. faults: makes the script of each rank from its number; hosts, clock: as of `Fabric`."""
+    """Thread ranks with faults. faults: makes the script of each rank from its number; hosts: as of `Fabric`."""
 
-    def __init__(
-        self,
-        size: int,
-        faults: Callable[[int], Faults],
-        hosts: Sequence[str] | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        super().__init__(size, hosts, clock)
+    def __init__(self, size: int, faults: Callable[[int], Faults], hosts: Sequence[str] | None = None) -> None:
+        super().__init__(size, hosts)
         self._faults = faults
 
     def rank(self, rank: int) -> Transport:

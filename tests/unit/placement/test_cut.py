@@ -132,12 +132,10 @@ WITHOUT_SERVERS: list[tuple[str, int, dict[str, Any], dict[str, Any], bool]] = [
     ("aab", SHORT_OF_HOSTS + 1, {}, {}, False),
     ("aa", SHORT, {}, {}, False),
     ("aa", SHORT, {}, {"shared_memory": "off"}, True),
-    ("a", SHORT, {}, {}, False),
     *(("ab", SHORT, {}, {"algorithm": name}, name == "owners") for name in ("ring", "native", "owners")),
     ("aa", LONG, {}, {"algorithm": "owners"}, True),
     ("ab", LONG, {"dtype": HALF}, {}, True),  # round a ring they would be float32
     ("ab", LONG, {"dtype": HALF}, {"algorithm": "ring"}, False),
-    ("aab", LONG, {"dtype": HALF}, {}, False),
     ("aa", LONG, {"sparse": True}, {}, True),
     *(("ab", LONG, {"codec": TWO_BIT}, {"algorithm": name}, True) for name in ("auto", "ring")),
     ("aaabbb", LONG, {"codec": TWO_BIT}, {}, False),  # in plain values a host sends its sum alone

@@ -36,17 +36,14 @@ CHOICES: list[tuple[str, dict[str, Any], dict[str, str], str, list[str]]] = [
     ("ab", {"algorithm": "ring"}, {}, "mpi", ["nccl"]),
     ("a", {}, {}, "host", ["nccl", "mpi"]),
     ("a", {"device_path": "nccl"}, {}, "nccl", []),
-    ("aabb", {"device_path": "host"}, {}, "host", ["nccl", "mpi"]),
     ("aa", {"device_path": "mpi"}, {"mpi": ""}, "mpi", ["nccl"]),
     ("ab", {"algorithm": "nccl"}, {}, "nccl", []),
     ("aa", {"synchronous": False}, {}, "host", ["nccl", "mpi"]),
     ("a", {"synchronous": False}, {}, "mpi", ["nccl"]),
-    ("aa", {"synchronous": False, "shared_memory": "off"}, {}, "mpi", ["nccl"]),
     ("aaa", {"servers": 1}, {}, "host", ["nccl", "mpi"]),
     ("aaa", {"servers": 1, "memory": False}, {}, "mpi", ["nccl"]),
     ("aab", {"servers": 1}, {}, "mpi", ["nccl"]),
     ("aab", {"servers": 1}, {"mpi": "no"}, "host", ["nccl", "mpi"]),
-    ("aab", {"servers": 1, "device_path": "host"}, {}, "host", ["nccl", "mpi"]),
 ]
 SAME = [one._replace(uuid="GPU-0") for one in gpus(2)]
 WITHOUT, NO_GPU = [*gpus(1), NONE], "worker 1 on b uses no GPU: CuPy is not installed"
@@ -95,7 +92,6 @@ REFUSED: list[tuple[list[DeviceReport], str, dict[str, Any], dict[str, str], str
     *((WITHOUT, "ab", {"device_path": path}, {}, NO_GPU) for path in ("mpi", "nccl")),
     (WITHOUT, "ab", {"algorithm": "nccl"}, {}, NO_GPU),
     (gpus(1), "ab", {"servers": 1, "device_path": "nccl"}, {}, "servers own the keys"),
-    (gpus(1), "ab", {"servers": 1, "algorithm": "nccl"}, {}, "servers own the keys"),
     (gpus(1), "aa", {"servers": 1, "device_path": "mpi"}, {}, "servers are reached through the memory of their"),
     (gpus(2), "ab", {"device_path": "mpi"}, {"mpi": "not built for it"}, "not built for it"),
     (SAME, "aa", {"device_path": "nccl"}, {}, "NCCL needs .* worker 0 on a and worker 1 on a share"),
