@@ -46,7 +46,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def limit(store: Any, limit_s: float = 0.5) -> Iterator[None]:
+def limit(store: Any, limit_s: float = 0.2) -> Iterator[None]:
     """Let this worker's waits end after so long within the block, which waits in vain; others may take any time."""
     waits = store.session.waits
     usual_s, waits.timeout_s = waits.timeout_s, limit_s

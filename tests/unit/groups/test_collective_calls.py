@@ -239,7 +239,7 @@ def test_who_is_missing_is_named(mode: Mode, monkeypatch: pytest.MonkeyPatch) ->
             return
         with (
             limit(store),
-            pytest.raises(StallError, match=r"waited 0.5 s in broadcast of .*Not arrived: worker 1 on localhost"),
+            pytest.raises(StallError, match=r"waited 0.2 s in broadcast of .*Not arrived: worker 1 on localhost"),
         ):
             calls.broadcast([np.ones(1)])
         reported[store.rank].set()

@@ -158,6 +158,6 @@ def test_another_op_on_another_worker_names_both(mode):
 
     with pytest.raises(RankError) as failed:
         mode.run(body)
-    assert all("waited 0.5 s in pushpull" in text for text in told)
+    assert all("waited 0.2 s in pushpull" in text for text in told)
     assert "StallError" in str(failed.value)
     assert any("pushpull(op='adasum') of key 'w', round 1" in text for text in told)

@@ -270,7 +270,7 @@ def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, w
             elif later and where == "deciding":
                 assert hit.wait(60)  # the other one waits for it
             try:
-                with limit(store, 0.5 if later else 60):
+                with limit(store, 0.2 if later else 60):
                     store.pushpull("w", value := numbers(store, LARGE, step))
                 found[step] = value.tobytes()
             except KeyboardInterrupt:
