@@ -28,10 +28,10 @@ PROGRAMS = {
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_one_line(mpi, case: str) -> None:
     program, line = PROGRAMS[case]
-    job = mpirun(3, ["python", "-c", program], timeout_s=40, mpi=mpi)
+    job = mpirun(2, ["python", "-c", program], timeout_s=40, mpi=mpi)
     job.check(2)
     (said,) = re.findall(r"^mpikv: error: .*$", job.output, re.MULTILINE)
-    assert re.fullmatch(rf"mpikv: error: \[rank 0 of 3 on \S+\] {line}", said), job.output
+    assert re.fullmatch(rf"mpikv: error: \[rank 0 of 2 on \S+\] {line}", said), job.output
     assert "Traceback" not in job.output
     assert "MPI_A" not in job.output, job.output
     if mpi.kind == "mpich":
