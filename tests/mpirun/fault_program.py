@@ -13,13 +13,12 @@ import signal
 import sys
 import threading
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
 import mpikv._version
-from mpikv import StatesFileError, data, kv, optimizers
+from mpikv import data, kv
 from mpikv.runtime import launcher
 
 ONES = np.ones(4, np.float32)
@@ -53,17 +52,6 @@ def shape(store: kv.KVStore) -> None:
     store.init("x", np.ones(2 + (store.rank == 1), np.float32))
 
 
-def optimizer(store: kv.KVStore) -> None:
-    store.set_optimizer(optimizers.create("sgd", learning_rate=0.1 + store.rank % 2))
-
-
-def attribute(store: kv.KVStore) -> None:
-    made = optimizers.create("sgd", learning_rate=0.1)
-    store.set_optimizer(made)
-    made.set_learning_rate(0.5 + store.rank % 2)
-    store.pushpull("a", ONES.copy())
-
-
 def exception(store: kv.KVStore) -> None:
     if store.rank == 1:
         raise RuntimeError("boom on one worker")
@@ -78,14 +66,6 @@ def loop_in_python(store: kv.KVStore) -> None:
 def sleep_in_python(store: kv.KVStore) -> None:
     if store.rank == 1:
         time.sleep(EVER_S)
-
-
-def fork_and_use(store: kv.KVStore) -> None:
-    if store.rank == 1:
-        child = get_context("fork").Process(target=store.pushpull, args=("a", ONES.copy()))
-        child.start()
-        child.join()
-        assert child.exitcode == 0, "the child has failed"
 
 
 def uneven_batches(store: kv.KVStore) -> None:
@@ -145,27 +125,6 @@ def optimizer_raises(store: kv.KVStore) -> None:
 def optimizer_exits(store: kv.KVStore) -> None:
     store.set_optimizer(leaving)
     store.pushpull("a", ONES.copy())
-
-
-def damaged_states(store: kv.KVStore) -> None:
-    """Loading a broken file raises everywhere and changes nothing: the next update is as if nobody had tried."""
-    store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
-    path = Path(os.environ["FOLDER"], "states")
-    for _ in range(2):
-        store.pushpull("a", before := ONES.copy())
-    store.save_optimizer_states(path)
-    if store.rank == 0:
-        data = path.read_bytes()
-        half = len(data) // 2
-        path.write_bytes(data[:half] + bytes([data[half] ^ 0xFF]) + data[half + 1 :])
-    store.barrier()
-    try:
-        store.load_optimizer_states(path)
-    except StatesFileError:
-        store.pushpull("a", after := ONES.copy())
-        # Momentum 0.5 and a rate of 1 after two equal rounds of W ones: the third step is 1.75 W.
-        print(f"the next step was {float((before - after).max()) / store.num_workers}", flush=True)
-        raise
 
 
 def other_call(store: kv.KVStore) -> None:

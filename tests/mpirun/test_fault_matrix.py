@@ -80,12 +80,6 @@ FAULTS = {
     "shape": Fault(
         (rf"ShapeMismatch: init of key 'x'.* worker 0 {HOST}.*: float32 \(2,\); worker 1 {HOST}: float32 \(3,\)",)
     ),
-    "optimizer": Fault(
-        (rf"ConfigError: set_optimizer with different .* worker 0 {HOST}.*: learning_rate=0\.1; worker 1 {HOST}: ",)
-    ),
-    "attribute": Fault(
-        (rf"ConfigError: key 'a', round 3: different attributes .*: learning_rate=0\.5; worker 1 {HOST}: .*1\.5",)
-    ),
     "exception": Fault(
         (rf"{RAISED} .*fault_program\.py\", line \d+, in exc", rf"{RAISED} RuntimeError: boom on one"), both=True
     ),
@@ -98,12 +92,6 @@ FAULTS = {
     "sleep_in_c": away(f"{SILENT}it sleeps in a call that lets no other thread run"),
     "sigstop": away(f"{SILENT}it was stopped by a signal"),
     "sigkill": Fault((r"rank 1 with PID \d+ on node \S+ exited on\s+signal 9",), of="openmpi", both=True),
-    "fork_and_use": Fault(
-        (
-            "MpikvError: pushpull in a process that was forked from worker 1 of 3",
-            rf"{RAISED} .*fault_program\.py\", line \d+, in fork_and_use",
-        )
-    ),
     "uneven_batches": Fault(
         (
             rf"PeerError: worker 0 .* pushpull of key 'a', round 12: worker [12] {HOST} closed its store after 11",
@@ -145,7 +133,6 @@ FAULTS = {
         servers=1,
         both=True,
     ),
-    "damaged_states": Fault((r"StatesFileError: .*states", r"the next step was 1\.75\n")),
     "second_store with a server": Fault(
         (r"ConfigError: .* another store is open and has its servers at rank 2; make one store for all",), servers=1
     ),
