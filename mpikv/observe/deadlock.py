@@ -22,12 +22,11 @@ from mpikv.observe.stall import INIT
 
 
 class WaitFact(NamedTuple):
-    """`wait` cannot end before `other` has. Both are ids; the texts say who waits, in which call and where."""
+    """`wait` cannot end before `other` has. Both are ids; the text says who waits, in which call and where."""
 
     wait: str
     other: str
     text: str
-    other_text: str
 
 
 class Blocked(NamedTuple):
@@ -74,7 +73,7 @@ def compare(
         for other in (waits[worker] for worker in others if worker in waits):
             ends_before = not init_in or (_init_in(other) != init_in and other.id in seen)
             if ends_before and not (blocked.free or other.free):
-                facts.append(WaitFact(blocked.id, other.id, blocked.text, other.text))
+                facts.append(WaitFact(blocked.id, other.id, blocked.text))
     return facts, [*dict.fromkeys(itertools.chain(*late_of.values()))]
 
 

@@ -1,14 +1,10 @@
-"""The agreement of all workers, as a pure state machine: proposals in, verdicts out.
+"""The agreement of all workers, as a pure state machine: proposals in, verdicts out (docs/adr/0002).
 
 It runs at worker 0. A worker proposes something under a topic and a name (`init` of key 'w', the third `barrier`); when
 every worker has proposed the same thing, the topic's rule makes a result of what they brought, or an error, and
-everybody gets that verdict. A worker that proposed waits for its verdict, so two mistakes show at once instead of
-hanging:
-
-- Some workers wait for each other and for nobody else. If it is for an `init` that the others have made or can still
-  come to, they initialise keys in different orders, which is allowed: they are released with a provisional verdict and
-  go on; the final one follows. Anything else is an error that names the call in which each worker is.
-- A worker has closed its store. Whatever else is proposed can never be complete.
+everybody gets that verdict. Workers that wait for each other and for nobody else are released with a provisional
+verdict where they initialise keys in different orders; else each gets an error that names the call in which each is. So
+does who proposes anything when a worker has closed its store.
 
 Workers that are held until all are (stop.py) make no mistake: they are released where others wait for them. And the
 verdict that all close comes after that on where all stop, so that nobody is told of this who has ended.

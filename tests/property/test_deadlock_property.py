@@ -187,10 +187,10 @@ def test_a_circle_is_found_where_workers_wait_for_each_other_and_only_there(alik
 
 
 def test_a_circle_begins_and_ends_with_the_same_wait() -> None:
-    chain = [WaitFact(f"{i}", f"{i + 1}", f"text {i}", f"text {i + 1}") for i in range(2000)]
+    chain = [WaitFact(f"{i}", f"{i + 1}", f"text {i}") for i in range(2000)]
     assert circle(chain) == []
     # Two ways to one wait are no circle.
-    assert circle([*chain, WaitFact("0", "5", "", "")]) == []
-    found = circle([*chain, WaitFact("1500", "700", "text 1500", "text 700")])
+    assert circle([*chain, WaitFact("0", "5", "")]) == []
+    found = circle([*chain, WaitFact("1500", "700", "text 1500")])
     assert len(found) == 801
     assert all(one.other == next_.wait for one, next_ in zip(found, [*found[1:], found[0]], strict=True))
