@@ -225,7 +225,32 @@ def test_every_dmlc_variable_with_a_counterpart_stands_in_the_table() -> None:
     assert [name for name in notices.COUNTERPARTS if f"`{name}`" not in text] == []
 
 
-def said(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, call) -> list[warnings.WarningMessage]:
+def trainer(**more: object) -> None:
+    Trainer([Parameter(np.zeros(2))], "sgd", **more)
+
+
+@pytest.mark.parametrize(
+    ("environ", "call", "words"),
+    [
+        (
+            *(OPEN_MPI, lambda: kv.create("local")),
+            "mpikv: kv.create('local') is of one process, and 2 ranks were started: each trains a model of its own, "
+            "and nothing is exchanged; for one model take 'dist_sync'",
+        ),
+        (OPEN_MPI, trainer, "Trainer(kvstore='device') has no store, and 2 ranks were"),
+        (OPEN_MPI, lambda: trainer(kvstore=None), "Trainer(kvstore=None) has no store, and 2 ranks were started"),
+        (
+            *({"DMLC_ROLE": "worker", "MPIKV_NUM_SERVER": "1"}, lambda: (kv.create("local"), trainer())),
+            "MPIKV_NUM_SERVER (did you mean MPIKV_NUM_SERVERS?)",
+        ),
+        ({}, lambda: kv.create("local"), None),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "1"}, lambda: kv.create("local"), None),  # rank 0 says it
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, lambda: kv.create("local"), None),
+    ],
+)
+def test_a_warning_comes_once_with_the_users_place(
+    environ: dict[str, str], call: Callable[[], object], words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(notices, "__warningregistry__", {}, raising=False)
@@ -233,28 +258,8 @@ def said(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, call) -> list
         warnings.simplefilter("default")
         for _ in range(3):
             call()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (
-            lambda: kv.create("local"),
-            "mpikv: kv.create('local') is of one process, and 2 ranks were started: each trains a model of its own, "
-            "and nothing is exchanged; for one model take 'dist_sync'",
-        ),
-        (lambda: Trainer([Parameter(np.zeros(2))], "sgd"), "Trainer(kvstore='device') has no store, and 2 ranks were"),
-        (
-            lambda: Trainer([Parameter(np.zeros(2))], "sgd", kvstore=None),
-            "Trainer(kvstore=None) has no store, and 2 ranks were started",
-        ),
-    ],
-)
-def test_no_store_for_several_ranks(call, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (warning,) = said(OPEN_MPI, monkeypatch, call)
-    assert words in str(warning.message)
-    assert warning.filename == __file__
+    assert [warning.filename for warning in found] == [__file__] * (words is not None)
+    assert words is None or words in str(found[0].message)
 
 
 def test_pytorch_is_not_the_program() -> None:
@@ -264,22 +269,3 @@ def test_pytorch_is_not_the_program() -> None:
     found = tracebacks.mistake(of(names["call"]))
     assert found is not None
     assert found.place.startswith("tests/unit/runtime/test_tracebacks.py:")
-
-
-@pytest.mark.parametrize(
-    "environ", [{}, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "1"}, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}]
-)
-def test_one_rank_warns_and_only_of_several(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(environ, monkeypatch, lambda: kv.create("local")) == []
-
-
-def test_one_warning_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = {"DMLC_ROLE": "worker", "MPIKV_NUM_SERVER": "1"}
-
-    def make() -> None:
-        kv.create("local")
-        Trainer([Parameter(np.zeros(2))], "sgd")
-
-    (warning,) = said(environ, monkeypatch, make)
-    assert "MPIKV_NUM_SERVER (did you mean MPIKV_NUM_SERVERS?)" in str(warning.message)
-    assert warning.filename == __file__
