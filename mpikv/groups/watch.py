@@ -44,7 +44,7 @@ class CallWatch:
         self._rank, self._labels, self._warn_s = rank, labels, warn_s
 
     def status(self, number: int, call: int, left: Mapping[int, Mapping[int, int]]) -> dict[str, Any]:
-        """Return this rank's answer to a rank that waits in a call of a group. left: see `Service`.
+        """Return this rank's answer to a rank that waits in a call of a group. left: as `Service` has it.
 
         calls: how many this rank has made in the group; -1: it has left the group. text: of its call of that number.
         now: what it does. left: the ranks that have left the job, with how many calls of the group each had made.
@@ -73,11 +73,11 @@ class CallWatch:
 
     def _inquire(self, call: GroupCall) -> Steps[None]:
         """Ask all other ranks, again whenever the call has waited twice as long, and at its time limit."""
-        group, now_s = call.group, self._engine.clock.now_s
+        group, now_s, ranks = call.group, self._engine.clock.now_s, {*call.group.group.ranks}
         while True:
             over = call.waited_s >= call.timeout_s
             question = self._questions.ask([(self._questions.activity.store, [STATUS, [group.number, call.number]])])
-            yield Predicate(lambda: question.complete or now_s() > question.asked_s + ANSWER_S)  # noqa: B023
+            yield Predicate(lambda: ranks <= {*question.answers} or now_s() > question.asked_s + ANSWER_S)  # noqa: B023
             if call.done:
                 return
             told = {rank: answer["reached"][0] for rank, answer in question.answers.items()}
@@ -89,7 +89,7 @@ class CallWatch:
                 group.fail(call, MismatchError(self._differ(call, different)))
                 return
             left = [one for status in told.values() for one in status["left"]]
-            gone = [(rank, n) for rank, n in left if rank in group.group.ranks and n < call.number]
+            gone = [(rank, n) for rank, n in left if rank in ranks and n < call.number]
             if gone:
                 group.fail(call, PeerError(self._gone(call, gone)))
                 return

@@ -103,43 +103,38 @@ def test_mistakes_are_named(error: type[Exception], words: str, call: Any) -> No
         call()
 
 
+W = np.zeros(2)
+PRIORITY, FNAME = "priority is a whole number, not", "fname is the name of a file"
+# Of a store that has a key 'w' and an optimizer.
+WRONG_CALLS: list[tuple[type[Exception], str, Any]] = [
+    *((TypeError, PRIORITY, lambda store, wrong=wrong: store.push("w", W, wrong)) for wrong in ("x", 1.5, None, True)),
+    (TypeError, PRIORITY, lambda store: store.pushpull("w", W, priority=[1])),
+    (TypeError, PRIORITY, lambda store: store.push_async("w", W, priority="x")),
+    (TypeError, PRIORITY, lambda store: store.pushpull_async("w", W, priority="x")),
+    (TypeError, PRIORITY, lambda store: store.pull("w", W, "x")),
+    (TypeError, PRIORITY, lambda store: store.pull_async("w", W, "x")),
+    (TypeError, PRIORITY, lambda store: store.broadcast("v", W, W, "x")),
+    (TypeError, "ignore_sparse is True or False", lambda store: store.pull("w", ignore_sparse="no")),
+    (TypeError, "timeout_s", lambda store: store.pull_async("w").wait("x")),
+    *((ValueError, "timeout_s", lambda store, s=s: store.wait_all(s)) for s in (-1, float("nan"), 1e10)),
+    (TypeError, "updater is a function", lambda store: store.set_updater(5)),
+    (TypeError, "compression_params is a dict", lambda store: store.set_gradient_compression(5)),
+    (TypeError, "Optimizer defines no formula", lambda store: store.set_optimizer(optimizers.Optimizer())),
+    (TypeError, FNAME, lambda store: store.load_optimizer_states(5)),
+    *((ValueError, FNAME, lambda s, name=name: s.save_optimizer_states(name)) for name in ("", "a\0b", "x" * 5000)),
+    (TypeError, "dump_optimizer is True or False", lambda store: store.save_optimizer_states("f", "x")),
+]
+
+
 def test_calls_of_a_store() -> None:
     with kv.create("local") as store:
-        array = np.zeros(2)
-        store.init("w", array)
-        for call in (store.push, store.pushpull, store.push_async, store.pushpull_async):
-            for wrong in ("x", 1.5, None, True, [1]):
-                with pytest.raises(TypeError, match="priority is a whole number, not"):
-                    call("w", array, priority=wrong)
-        for call in (store.pull, store.pull_async):
-            with pytest.raises(TypeError, match="priority is a whole number"):
-                call("w", array, "x")
-        with pytest.raises(TypeError, match="priority is a whole number"):
-            store.broadcast("v", array, array, "x")
-        assert store.pull("w", priority=HUGE).tolist() == [0, 0]
-        with pytest.raises(TypeError, match="ignore_sparse is True or False"):
-            store.pull("w", ignore_sparse="no")
-        request = store.pull_async("w")
-        for wrong, error in (("x", TypeError), (-1, ValueError), (float("nan"), ValueError), (1e10, ValueError)):
-            for wait in (request.wait, store.wait_all):
-                with pytest.raises(error, match="timeout_s"):
-                    wait(wrong)
-        assert request.wait(0).tolist() == [0, 0]
-        with pytest.raises(TypeError, match="updater is a function"):
-            store.set_updater(5)
-        with pytest.raises(TypeError, match="compression_params is a dict"):
-            store.set_gradient_compression(5)
-        with pytest.raises(TypeError, match="Optimizer defines no formula"):
-            store.set_optimizer(optimizers.Optimizer())
+        store.init("w", W)
         store.set_optimizer("test")
-        for call in (store.save_optimizer_states, store.load_optimizer_states):
-            with pytest.raises(TypeError, match="fname is the name of a file"):
-                call(5)
-            for wrong in ("", "a\0b", "x" * 5000):
-                with pytest.raises(ValueError, match="fname is the name of a file"):
-                    call(wrong)
-        with pytest.raises(TypeError, match="dump_optimizer is True or False"):
-            store.save_optimizer_states("f", "x")
+        for error, words, call in WRONG_CALLS:
+            with pytest.raises(error, match=words):
+                call(store)
+        assert store.pull("w", priority=HUGE).tolist() == [0, 0]
+        assert store.pull_async("w").wait(0).tolist() == [0, 0]
 
 
 def test_what_errors_show_is_short() -> None:
