@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 from pathlib import Path
 
 import grids
 import pytest
-from jobs import Mpi, mpirun
+from jobs import CUDA_MPI, Mpi, mpirun
+
+from mpikv.runtime import cuda_driver
 
 HERE = Path(__file__).parent
+PREFIX = os.environ.get(CUDA_MPI, "")
 # The source, and for how long: a source that hangs for a short time, the others for longer than any machine takes.
 SOURCES = ("Works=120", "WrongByte=120", "DevicePointer=120", "Hangs=4", "Segments=120")
 # In these the library has a part: every run makes them with both, the others with MPICH, which starts a job faster.
@@ -41,3 +47,25 @@ def test_what_becomes_of_a_child(mpi: Mpi, tmp_path: Path) -> None:
     names = {one.partition("=")[0] for one in sources}
     assert found == {name: said for name, said in EXPECTED.items() if name in names}
     assert not list(tmp_path.rglob("*mpikv*"))
+
+
+@pytest.mark.skipif(
+    not PREFIX, reason=f"no CUDA-aware Open MPI: scripts/build_ompi_cuda PREFIX makes one, {CUDA_MPI}=PREFIX names it"
+)
+def test_an_open_mpi_that_is_built_for_cuda() -> None:
+    """What mpikv finds out about it, with a driver or without."""
+    env = {"MPI4PY_LIBMPI": f"{PREFIX}/lib/libmpi.so", "PYTHONPATH": f"{HERE.parents[1]}:{HERE}"}
+    said = []
+    for words in (["-m", "mpikv", "info"], [str(HERE / "trial_program.py"), "Works=120", "Segments=120"]):
+        mpi = Mpi("openmpi", Path(PREFIX))
+        job = mpirun(2, ["python", *words], env=env, mpi=mpi, python=sys.executable, timeout_s=200)
+        job.check()
+        said.append(job.stdout)
+    assert f" {Path(PREFIX).resolve()}/" in said[0]  # the library's file
+    (row,) = re.findall(r"^CUDA-aware MPI +(.*)$", said[0], re.MULTILINE)
+    problem = cuda_driver.ask().problem or ("" if cuda_driver.has_cupy() else cuda_driver.NO_CUPY)
+    assert row == f"no: {problem}" if problem else row.startswith("yes: tried with 8 MiB on ")
+    assert [json.loads(line) for line in said[1].splitlines()] == [
+        ["Works", *EXPECTED["Works"]],
+        ["Segments", *EXPECTED["Segments"]],
+    ]
