@@ -112,22 +112,6 @@ def images(n: int) -> tuple[np.ndarray, np.ndarray]:
     return random.integers(0, 256, (n, 1, 28, 28)).astype(np.uint8), random.integers(0, 10, n)
 
 
-@pytest.mark.parametrize(("kind", "weights"), [("lenet", 431_080), ("mlp", 109_386)])
-def test_size_and_start(kind: str, weights: int) -> None:
-    first, again, other = (networks.NETWORKS[kind](seed=seed) for seed in (1, 1, 2))
-    assert sum(p.data.size for p in first.parameters.values()) == weights
-    for name, parameter in first.parameters.items():
-        assert parameter.name == name
-        assert parameter.dtype == np.float32
-        assert np.array_equal(parameter.data, again.parameters[name].data)
-        if name.endswith("weight"):
-            assert not np.array_equal(parameter.data, other.parameters[name].data)
-            limit = np.abs(parameter.data).max()
-            assert 0.8 * limit < np.abs(parameter.data).mean() * 2 < 1.2 * limit  # uniform: the mean is half the limit
-        else:
-            assert not parameter.data.any()
-
-
 def test_gradients_are_sums_over_images() -> None:
     """So that the gradients of slices of a batch, on devices or workers, add up to that of the batch."""
     network = networks.NETWORKS["lenet"](devices=["cpu:0", "cpu:1"], seed=3, dtype=np.float64)
