@@ -17,7 +17,7 @@ def test_a_path_that_does_not_work_is_given_up_by_all(mpi: Mpi, hosts: int) -> N
     """
     closes = "closes" if mpi.kind == "mpich" else "stays"
     env = {"MPIKV_TEST_HOSTS": str(hosts)}
-    job = mpirun(3, ["python", PROGRAM, "dist_sync_device", closes], env=env, mpi=mpi)
+    job = mpirun(3, ["python", PROGRAM, closes], env=env, mpi=mpi)
     job.check()
     assert "sum [9.0] path host" in job.stdout
     assert "'nccl': 'NCCL needs a GPU for each worker" in job.stdout
