@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -78,18 +79,17 @@ class Slow:
 
 def order_of(started):
     """(tag, how many in a row)."""
-    found = []
-    for _, tag in started:
-        if found and found[-1][0] == tag:
-            found[-1][1] += 1
-        else:
-            found.append([tag, 1])
-    return [tuple(entry) for entry in found]
+    return [(tag, len([*row])) for tag, row in itertools.groupby(tag for _, tag in started)]
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Few bytes are under way at once, too."""
+    monkeypatch.setattr(loop, "WINDOW_BYTES", 0)
 
 
 @pytest.mark.parametrize("priorities", [(0, 5, 9), (0, -5, 3), (0, 10**20, 10**19)])
-def test_partitions_are_fetched_by_priority(priorities, monkeypatch):
-    monkeypatch.setattr(loop, "WINDOW_BYTES", 0)  # else all of these few bytes are under way at once
+def test_partitions_are_fetched_by_priority(priorities, narrow):
     slow = Slow(3)
     slow.started.clear()
     tags = (11, 12, 13)
@@ -109,8 +109,7 @@ def test_partitions_are_fetched_by_priority(priorities, monkeypatch):
     assert slow.most <= loop.WINDOW
 
 
-def test_all_workers_send_first_what_one_of_them_pushed_first(monkeypatch):
-    monkeypatch.setattr(loop, "WINDOW_BYTES", 0)
+def test_all_workers_send_first_what_one_of_them_pushed_first(narrow):
     slow = Slow(2, other=True)
     first, second = wire.TAG_PAYLOAD + 11, wire.TAG_PAYLOAD + 12
     for worker, keys in ((slow.worker, (0, 1)), (slow.other, (1, 0))):
@@ -128,8 +127,7 @@ def test_all_workers_send_first_what_one_of_them_pushed_first(monkeypatch):
     assert order_of(slow.received[OTHER]) == [(second, loop.WINDOW), (first, PARTS), (second, PARTS - loop.WINDOW)]
 
 
-def test_the_server_asks_for_each_short_partition_once_and_in_time(monkeypatch):
-    monkeypatch.setattr(loop, "WINDOW_BYTES", 0)
+def test_the_server_asks_for_each_short_partition_once_and_in_time(narrow):
     slow = Slow(1)
     slow.send(wire.Header(wire.PUSH, 0, 0, 0, 1, 11))
     asked = {"kind": "fetch", "tag": wire.TAG_PAYLOAD + 11}
@@ -140,8 +138,7 @@ def test_the_server_asks_for_each_short_partition_once_and_in_time(monkeypatch):
         assert slow.questions() == ([{**asked, "count": 1}] if left > 0 else [])
 
 
-def test_replies_leave_by_priority(monkeypatch):
-    monkeypatch.setattr(loop, "WINDOW_BYTES", 0)
+def test_replies_leave_by_priority(narrow):
     slow = Slow(3)
     slow.started.clear()
     for key, priority in ((0, 0), (1, 1), (2, 2)):
