@@ -32,16 +32,6 @@ class DeviceStore:
     def __contains__(self, key: Any) -> bool:
         return key in self._store
 
-    def __repr__(self) -> str:
-        return repr(self._store)
-
-    def __enter__(self) -> DeviceStore:
-        self._store.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._store.__exit__(*error)
-
     def _call(self, name: str, *args: Any, **named: Any) -> Any:
         call, moved = getattr(self._store, name), _Moved(self._cupy)
         try:

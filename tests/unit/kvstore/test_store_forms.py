@@ -68,12 +68,19 @@ def frozen(shape, value, dtype):
     return array
 
 
-@pytest.mark.parametrize("library", ["jax", "numpy"])
+@pytest.fixture(params=["jax", "numpy"])
+def read_only(request):
+    """The type of arrays that cannot be written to, and what makes one of a shape, a value and a dtype."""
+    if request.param == "numpy":
+        return np.ndarray, frozen
+    jax = frameworks.need("jax")
+    return jax.Array, jax.numpy.full
+
+
 @SYNC_KINDS
-def test_arrays_that_cannot_be_written_to(store, W, library, request):
+def test_arrays_that_cannot_be_written_to(store, W, read_only):
     """Their results are new arrays of their library, the caller's alone; others are written to where they stand."""
-    jax = request.getfixturevalue("jax") if library == "jax" else None
-    kind, full = (np.ndarray, frozen) if jax is None else (jax.Array, jax.numpy.full)
+    kind, full = read_only
     half = ml_dtypes.bfloat16
     store.init(["a", "b", "h", "c"], [full(3, 0, F32), full((2, 2), 0, F32), full(5, 0, half), np.zeros(2, F32)])
     mine, every = store.rank + 1, W * (W + 1) / 2
