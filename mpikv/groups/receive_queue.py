@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,12 +21,12 @@ from mpikv.errors import ShapeMismatch
 from mpikv.transports.base import Group, Incoming
 
 
+@dataclass(eq=False)
 class _Posted:
     """A receive that waits for its message. found: the message, once there is one."""
 
-    def __init__(self, source: int | None) -> None:
-        self.source = source
-        self.found: Incoming | None = None
+    source: int | None
+    found: Incoming | None = None
 
 
 class ReceiveQueue:
