@@ -35,6 +35,8 @@ import numpy.typing as npt
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import even_bounds
+from mpikv.spaces.base import Space, SpaceArray
+from mpikv.spaces.device import DeviceSpace
 from mpikv.transports.base import Group
 
 Products = npt.NDArray[np.float64]  # a·a, a·b and b·b
@@ -42,6 +44,21 @@ Products = npt.NDArray[np.float64]  # a·a, a·b and b·b
 # Elements that are widened to float64 at a time: two blocks stay in a processor's cache, and a BLAS calculates so short
 # a product in one thread, always in the same order (OpenBLAS uses several threads from 10000 elements on).
 BLOCK_ELEMS = 8192
+
+
+def of_space(group: Group, space: Space, values: SpaceArray, tag: int, *, changeable: bool) -> Steps[SpaceArray]:
+    """Adasum of all ranks' `values`, (n,), in `space`: in a new array, unless they are `changeable`. Collective."""
+    if not isinstance(space, DeviceSpace):
+        result = values if changeable else values.copy()
+        yield from allreduce(group, result, tag)
+        return result
+    result = values if changeable else space.empty(values.size, values.dtype)
+    on_host = space.page_locked(values.nbytes).view(values.dtype)
+    space.download(on_host, values)
+    yield space.stream_event()
+    yield from allreduce(group, on_host, tag)
+    space.upload(result, on_host)
+    return result
 
 
 def allreduce(group: Group, buf: HostArray, tag: int) -> Steps[None]:

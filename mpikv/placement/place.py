@@ -4,7 +4,7 @@
 `place` computes the key's `Placement`. All of that depends only on what the ranks agreed on at `init`, so each rank
 computes it by itself without a message. Whether a key has other owners is in cut.py, and who they are in owners.py.
 
-The paths (strategies/paths.py has them):
+The paths (`PATHS` in strategies/ring_keys.py):
 
 - `direct`: all workers are on one host, and add in memory that they share.
 - `hosted`: several workers on some hosts: each host adds in its memory, and a ring connects the hosts.

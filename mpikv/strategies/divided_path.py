@@ -21,7 +21,6 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import one_host
-from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import GATHERED, HostKey
 from mpikv.engine.operation import Operation, Predicate, Steps, Waiter, Waking, wakes
 from mpikv.engine.running import Running
@@ -156,7 +155,7 @@ class DividedPath(KeyPath):
     def _ring_path(self, cut: int) -> KeyPath:
         info = self._info._replace(shape=(cut,))
         if self._key is not None:
-            return HostedPath(self._resources, info, self.placement, self._place[:2])
+            return HostedPath(self._resources, info, self.placement, self.place[:2])
         kind = RingPath if self._resources.communicators is None else NativePath
         path = kind(self._resources, info, self.placement, None)
         path.value = self.value[:cut]
@@ -169,8 +168,8 @@ class DividedPath(KeyPath):
 
     def broadcast(self) -> Steps[None]:
         if self._key is None:
-            return broadcast(self._group, self.value, 0, self._tag(0))
-        return HostedPath(self._resources, self._info, self.placement, self._place[:2]).broadcast()
+            return super().broadcast()
+        return HostedPath(self._resources, self._info, self.placement, self.place[:2]).broadcast()
 
     def begin(self, round_: Round) -> None:
         self._round = round_

@@ -39,7 +39,7 @@ class SharedPath(KeyPath):
     def _key(self) -> HostKey:
         """The key's counters and buffers. Made by the first round: some keys have none."""
         if self._shared_key is None:
-            self._shared_key = self._hosts.key(self._place, self._info.n_elems, self._info.dtype)
+            self._shared_key = self._hosts.key(self.place, self._info.n_elems, self._info.dtype)
         return self._shared_key
 
     @property
@@ -58,13 +58,13 @@ class OneHostPath(SharedPath):
 
     def broadcast(self) -> Steps[None]:
         if not self.broadcast_now():
-            yield ValuePublished(self._hosts, self._place)
+            yield ValuePublished(self._hosts, self.place)
 
     def broadcast_now(self) -> bool:
         """Publish the value at rank 0; other ranks check whether it is published. Not used for keys on a GPU."""
         if self._group.rank == 0:
-            self._hosts.publish(self._place)
-        return self._group.rank == 0 or self._hosts.is_published(self._place)
+            self._hosts.publish(self.place)
+        return self._group.rank == 0 or self._hosts.is_published(self.place)
 
     def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool

@@ -5,8 +5,7 @@ A path does the rounds of one key. A round has two halves, and the optimizer run
 - `reduce_scatter` adds the values of all workers, so that each owner has the sum of its shard of the key.
 - `allgather` sends the new values, of which each owner has updated its shard, to all workers.
 
-Each path says where the value is kept, who adds, in which order, and what is sent. It knows no other path: the key's
-`KeyPaths` choose that of a round (paths.py).
+Each path says where the value is kept, who adds, in which order, and what is sent.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays.as_numpy import sum_dtype
+from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.labelled import AllgatherGroup, ReduceScatterGroup
 from mpikv.collectives.nccl import NcclComm
 from mpikv.collectives.stages import Span
@@ -27,7 +27,6 @@ from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
-from mpikv.strategies.host_copies import HostCopies
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.transports import wire
 from mpikv.transports.base import Group
@@ -59,18 +58,14 @@ class KeyPath:
 
     dtype: of pushed values. shared: whether `value` is in memory that the ranks of this host share. If so, they read
     pushed values in place, and `allgather` writes each segment of the value to the caller's arrays as soon as it is
-    complete. overwrites: whether `reduce_scatter` may overwrite pushed values. sends_back: whether `allgather` sends
-    anything. copies: of a key in device memory whose path adds in host memory, set by
-    paths.py.
+    complete. overwrites: whether `reduce_scatter` may overwrite pushed values.
     """
 
     shared = False
     overwrites = True
-    sends_back = True
-    copies: HostCopies | None = None
 
     def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
-        self.placement, self._resources, self._info, self._place = placement, resources, info, place
+        self.placement, self._resources, self._info, self.place = placement, resources, info, place
         self.dtype: np.dtype[Any] = sum_dtype(info.dtype)
         self._group = resources.group
         self._space = resources.spaces.host if placement.path == "host" else resources.spaces.of(info)
@@ -78,24 +73,19 @@ class KeyPath:
 
     @cached_property
     def value(self) -> SpaceArray:
-        """(n,), which `allgather` completes: the key's value, unless `copies` or the key's usual path has it."""
+        """(n,), the key's value, which `allgather` completes."""
         return self._space.empty(self._info.n_elems, self._info.dtype)
 
     @property
     def held_bytes(self) -> int:
         """This worker's own memory that the path holds beside the key's value."""
-        return 0 if self.copies is None else self.copies.held_bytes
-
-    @property
-    def owned(self) -> Span:
-        """The shard that this worker owns."""
-        begin, end = self.placement.bounds[self._group.rank : self._group.rank + 2]
-        return begin, end
+        return 0
 
     @property
     def updates(self) -> Span:
         """The elements that this worker updates in a round, between its two halves; by default those that it owns."""
-        return self.owned
+        begin, end = self.placement.bounds[self._group.rank : self._group.rank + 2]
+        return begin, end
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -110,8 +100,8 @@ class KeyPath:
         """Begin a round. Local."""
 
     def broadcast(self) -> Steps[None]:
-        """Broadcast `value` of worker 0. Collective; once, before the first round."""
-        raise NotImplementedError
+        """Broadcast `value` of worker 0, by messages. Collective; once, before the first round."""
+        return broadcast(self._group, self.value, 0, self._tag(0))
 
     def broadcast_now(self) -> bool:
         """Do what `broadcast` does if that needs no wait. Returns whether it was done."""

@@ -1,9 +1,4 @@
-"""The paths "ring" and "native", and that of `op="adasum"`: each worker has the value in its own memory.
-
-Labels are compared with the messages of a reduce-scatter (collectives/labelled), but for adasum: they would differ in
-the op alone, and a worker with another op is on another path. Its tag is one that no other path uses, so both workers
-wait until their time is over, and the errors name the op.
-"""
+"""The paths "ring" and "native": each worker has the value in its own memory."""
 
 from __future__ import annotations
 
@@ -12,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.collectives import adasum, ring
-from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.stages import Span
+from mpikv.collectives import ring
 from mpikv.common.checks import shown
 from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Predicate, Steps
@@ -30,9 +23,6 @@ from mpikv.transports.base import Transport
 class RingPath(KeyPath):
     """A ring of all workers, also within a host (collectives/ring)."""
 
-    def broadcast(self) -> Steps[None]:
-        return broadcast(self._group, self.value, 0, self._tag(0))
-
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
@@ -42,41 +32,10 @@ class RingPath(KeyPath):
         return ring.allgather(self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2))
 
 
-class WholePath(KeyPath):
-    """Adasum, beside the key's usual path, with the same array for the value.
-
-    No optimizer updates the result, so it needs no owners: each worker writes all of it to the array. Where that is in
-    memory which the workers of a host share, all of them write the same bytes. They need not wait for each other there:
-    no worker ends a round before all have begun it, and a worker that has begun a round does not read the value of the
-    last one any more.
-    """
-
-    sends_back = False
-
-    @property
-    def updates(self) -> Span:
-        return 0, self._info.n_elems
-
-    def reduce_scatter(
-        self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
-    ) -> Steps[SpaceArray | None]:
-        buf = values if changeable else values.copy()
-        yield from adasum.allreduce(self._group, buf, self._tag(3))
-        return buf
-
-    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
-        yield from ()  # the value is complete
-        for out in outs:
-            out[...] = self.value
-
-
 class NativePath(KeyPath):
     """MPI's own collectives (collectives/native), which add in an order that MPI chooses, and gather labels before."""
 
     _comm: Any = None
-
-    def broadcast(self) -> Steps[None]:
-        return broadcast(self._group, self.value, 0, self._tag(0))
 
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool

@@ -30,6 +30,7 @@ from typing import Any, cast
 import numpy as np
 
 from mpikv.collectives import label_exchange
+from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.nccl import NcclComm, padded
 from mpikv.collectives.stages import Span
 from mpikv.common.checks import shown
@@ -40,7 +41,6 @@ from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.strategies.host_copies import broadcast_first
 from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.transports.base import Group
 
@@ -76,8 +76,17 @@ class NcclPath(KeyPath):
         return (0, self._info.n_elems) if self._all_have_all else super().updates
 
     def broadcast(self) -> Steps[None]:
-        if self._comm is not None:
-            yield from broadcast_first(self._device, self._group, self.value, self._tag(0))
+        """By messages, through host memory."""
+        if self._comm is None:
+            return
+        space, value = self._device, self.value
+        on_host = space.page_locked(value.nbytes).view(value.dtype)
+        if self._group.rank == 0:
+            space.download(on_host, value)
+            yield space.stream_event()
+        yield from broadcast(self._group, on_host, 0, self._tag(0))
+        if self._group.rank:
+            space.upload(value, on_host)
 
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool

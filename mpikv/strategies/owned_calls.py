@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mpikv.arrays.as_numpy import HostArray, sum_dtype
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import REDUCTIONS, SUM, Reduction
 from mpikv.collectives import adasum
 from mpikv.common.checks import shown
@@ -20,9 +20,7 @@ from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import NO_OPTIMIZER, PushLabel, scaled
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
-from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.base import Entry, PreparedCall, Sink
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
@@ -148,42 +146,28 @@ class OwnedCalls:
         running = self._engine.take(Running(self.steps(kind, items, priority), call, started=True))
         return self._pending(running, [self.waiting(call, item.key) for item in items]) if pulls else []
 
-    def steps(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
-        device, before = self.device, None
-        if items[0].op.whole:
-            items, before = self._combined(items)
+    def steps(self, kind: int, items: list[Item], priority: int) -> Steps[None]:
+        device, whole = self.device, items[0].op.whole
         calls = device if device is not None and device.concerns(items) else self._client
         steps = calls.exchange(kind, items, wire.clamped(priority))
-        if before is not None or self._turns.taken:
-            steps = self._in_turn(steps, before)
+        if whole or self._turns.taken:
+            steps = self._in_turn(steps, items if whole else [])
         return self._recorded(steps, items) if self._recorder.on else steps
 
-    def _combined(self, items: Sequence[Item]) -> tuple[list[Item], Steps[None]]:
-        """What owners get of a reduction of whole values, and the steps that write it there.
+    def _in_turn(self, steps: Steps[None], whole: list[Item]) -> Steps[None]:
+        """Begin an exchange when all earlier calls have, since owners must get a worker's calls in their order.
 
-        The workers combine their values by themselves, all to the same bits, of which an owner takes the maximum.
+        whole: its items, in a reduction of whole values. The workers combine these by themselves, all to the same bits,
+        of which an owner takes the maximum.
         """
-        made, combinings = list[Item](), list[tuple[KeyInfo, HostArray, SpaceArray]]()
-        for item in items:
-            info, space = item.key.info, self._session.spaces.of(item.key.info)
-            on_host = space.to_host(item.total) if info.space == DEVICE else item.total
-            assert on_host is not None
-            total = space.empty(info.n_elems, info.dtype)
-            combinings.append((info, on_host.astype(sum_dtype(info.dtype)), total))
-            made.append(item._replace(total=total, op=REDUCTIONS["max"]))
-
-        def combine() -> Steps[None]:
-            for info, values, total in combinings:
-                yield from adasum.allreduce(self._session.group, values, wire.key_tag(info.id, 3))
-                self._session.spaces.write(HOST, total, values, "the result")
-
-        return made, combine()
-
-    def _in_turn(self, steps: Steps[None], before: Steps[None] | None) -> Steps[None]:
-        """Begin an exchange when all earlier calls have, since owners must get a worker's calls in their order."""
         with self._turns.take() as turn:
-            if before is not None:
-                yield from before
+            for i, item in enumerate(whole):
+                info, space = item.key.info, self._session.spaces.of(item.key.info)
+                if isinstance(space, DeviceSpace):
+                    yield space.written(item.total)
+                tag = wire.key_tag(info.id, 3)
+                total = yield from adasum.of_space(self._session.group, space, item.total, tag, changeable=False)
+                whole[i] = item._replace(total=total, op=REDUCTIONS["max"])
             yield turn
         yield from steps  # which sends everything before it waits
 

@@ -53,14 +53,14 @@ class QueuedCall(PreparedCall):
             if value is not None:
                 under = self._session.under(info)
                 if under.ratio != 1.0:
-                    dtype = queue.paths.dtype if outs is None and info.space == HOST else None
+                    dtype = queue.path.dtype if outs is None and info.space == HOST else None
                     value = scaled(queue.space, value, under.ratio, dtype)
                 if outs is not None:
                     round_, sink = self._lent_round(queue, info, value, under, outs)
                     round_ = round_._replace(op=op, priority=priority)
                 else:
-                    cast = value.dtype != queue.paths.dtype and info.space == HOST
-                    total = queue.space.cast(value, queue.paths.dtype) if cast else value
+                    cast = value.dtype != queue.path.dtype and info.space == HOST
+                    total = queue.space.cast(value, queue.path.dtype) if cast else value
                     round_ = Round(total, under, op=op, priority=priority)
             with engine.lock:  # held for both: once released, another thread may hold it for milliseconds
                 if round_ is not None:
@@ -81,13 +81,13 @@ class QueuedCall(PreparedCall):
         self, queue: RoundQueue, info: KeyInfo, value: SpaceArray, under: PushLabel, outs: tuple[HostArray, ...]
     ) -> tuple[Round, Sink]:
         """The round of a key whose arrays are lent, and the sink for results that the round itself does not write."""
-        paths, spaces = queue.paths, self._session.spaces
-        if value.dtype != paths.dtype:
-            return Round(queue.space.cast(value, paths.dtype), under), Sink(info, outs, spaces)  # copied anyway
+        path, spaces = queue.path, self._session.spaces
+        if value.dtype != path.dtype:
+            return Round(queue.space.cast(value, path.dtype), under), Sink(info, outs, spaces)  # copied anyway
         in_place = any(address_of(value) == address_of(out) for out in outs)
-        if paths.value_is_shared:
+        if path.shared:
             return Round(value, under, borrowed=True, changeable=in_place, outs=outs), Sink(info, (), spaces)
-        if in_place or not paths.usual.overwrites:
+        if in_place or not path.overwrites:
             return Round(value, under, borrowed=True, changeable=in_place), Sink(info, outs, spaces)
         queue.space.copy(outs[0], value)
         return Round(outs[0], under, borrowed=True), Sink(info, outs, spaces)
@@ -125,4 +125,4 @@ class QueuedCall(PreparedCall):
             delivery.write(queue.value())
         else:
             queue.deliveries.append(delivery)
-        return Pending(delivery, Waiting(call, info.key, info.id, self._keys.pushed(info), queue.paths.usual.servers))
+        return Pending(delivery, Waiting(call, info.key, info.id, self._keys.pushed(info), queue.path.servers))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
-from mpikv.collectives.stages import Span
+from mpikv.collectives import adasum
 from mpikv.common.checks import shown
 from mpikv.common.digests import digest
 from mpikv.engine.operation import Predicate, Steps
@@ -24,13 +24,14 @@ from mpikv.placement.placement import Placement
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.base import Sink
-from mpikv.strategies.paths import KeyPaths
+from mpikv.strategies.key_path import KeyPath
+from mpikv.transports import wire
 
 
 class Round(NamedTuple):
     """One push of a queue's values.
 
-    values: in the dtype of the queue's paths, unless they are on a GPU (`RoundQueue.device_values`). under: what they
+    values: in the dtype of the queue's path, unless they are on a GPU (`RoundQueue.device_values`). under: what they
     were pushed under (labels.py). borrowed: whether `values` is the caller's array. changeable: whether the round may
     overwrite it. outs: the caller's arrays that the round writes the value to.
     """
@@ -85,13 +86,13 @@ class KeyDirectCalls:
 class RoundQueue:
     """The queue of one key.
 
-    stored: where the paths keep the value; a direct call may have a newer one in its own arrays, see `value`. pushed,
+    stored: where the path keeps the value; a direct call may have a newer one in its own arrays, see `value`. pushed,
     done: the numbers of rounds. refused: the error of the round after the last one that is done.
     """
 
     def __init__(self, info: KeyInfo, space: Space) -> None:
         self.info, self.space = info, space
-        self.paths: KeyPaths
+        self.path: KeyPath
         self.stored: SpaceArray
         self.direct_calls = KeyDirectCalls(info.id)
         self.waiting: deque[Round] = deque()
@@ -103,16 +104,16 @@ class RoundQueue:
         self.refused: ConfigError | None = None
         self.deliveries: list[Delivery] = []
 
-    def use_paths(self, paths: KeyPaths) -> None:
-        self.paths, self.stored, self.comparison = paths, paths.value, None
+    def use_path(self, path: KeyPath) -> None:
+        self.path, self.stored = path, path.value
 
     @property
     def placement(self) -> Placement:
-        return self.paths.placement
+        return self.path.placement
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        return self.paths.placement.bounds
+        return self.path.placement.bounds
 
     @property
     def round(self) -> int:
@@ -146,7 +147,7 @@ class RoundQueue:
     @property
     def held_bytes(self) -> int:
         queued = sum(int(round_.values.nbytes) for round_ in self.waiting if not round_.borrowed)
-        return self.paths.held_bytes + queued
+        return self.path.held_bytes + (0 if self.path.shared else int(self.stored.nbytes)) + queued
 
     # --- rounds
 
@@ -160,11 +161,7 @@ class RoundQueue:
         First waits until the caller's own stream has written them: the store's stream can do other rounds meanwhile.
         """
         yield self.space.written(round_.values)
-        return self.space.cast(round_.values, self.paths.dtype)
-
-    def apply(self, owner: Owner, buf: SpaceArray, under: PushLabel, span: Span) -> None:
-        begin, end = span
-        owner.apply(self.info, self.stored[begin:end], buf[begin:end], (0, under.number))
+        return self.space.cast(round_.values, self.path.dtype)
 
     def at(self, round_: int) -> Predicate:
         """A request that is done when that round is."""
@@ -228,14 +225,19 @@ class Delivery:
 def rounds(queue: RoundQueue, session: Workers, owner: Owner) -> Steps[None]:
     """Do the rounds of a queue until it is empty. First of all, broadcast the key's first value if it has none.
 
-    The key's path does the reduce-scatter and the allgather (key_path.py); `KeyPaths` choose that of each round. Where
-    a key is on a GPU but its path adds on the host, values are copied there and back around each half (host_copies.py).
-    In a round whose labels differ between workers nobody updates anything, and worker 0 sends all of them the labels
-    that each has pushed.
+    The key's path does the reduce-scatter and the allgather (key_path.py). In a round whose labels differ between
+    workers nobody updates anything, and worker 0 sends all of them the labels that each has pushed.
+
+    A reduction of whole values, of a key that no optimizer updates, has no owners, and no labels are compared: they
+    would differ in the op alone, and a worker with another op makes another kind of round. The tag is one that no path
+    uses, so both workers wait until their time is over, and the errors name the op. Each worker writes all of the
+    result. Where the value is in memory which the workers of a host share, all of them write the same bytes. They need
+    not wait for each other there: no worker ends a round before all have begun it, and a worker that has begun a round
+    does not read the value of the last one any more.
     """
-    paths = queue.paths
+    path = queue.path
     if not queue.has_value:
-        yield from paths.broadcast()
+        yield from path.broadcast()
         queue.has_value = True
         queue.deliver()
     if queue.waiting and queue.comparison is None:  # not needed by keys whose calls all take the direct path
@@ -246,33 +248,28 @@ def rounds(queue: RoundQueue, session: Workers, owner: Owner) -> Steps[None]:
         part = recorder.begin(queue, queue.done + 1, int(round_.values.nbytes)) if recorder.on else None
         if comparison is not None:
             comparison.begin(round_.under.label)
-        path = paths.begin_round(round_)
-        values = round_.values
+        values, op, changeable = round_.values, round_.op, round_.changeable
         if queue.space.device is not None:
             values = yield from queue.device_values(round_)
-        changeable, outs = round_.changeable, round_.outs
-        added = values
-        if (copies := path.copies) is not None:
-            added = yield from copies.values(values)
-        totals = yield from path.reduce_scatter(
-            added, round_.op.combine, comparison, changeable=changeable or copies is not None
-        )
-        totals = added if totals is None else totals
-        if copies is not None:
-            totals = copies.totals(totals, path.updates, values, changeable=changeable)
+        if op.whole:
+            tag, (begin, end) = wire.key_tag(queue.info.id, 3), (0, queue.info.n_elems)
+            totals = yield from adasum.of_space(session.group, queue.space, values, tag, changeable=changeable)
+        else:
+            path.begin(round_)
+            totals = yield from path.reduce_scatter(values, op.combine, comparison, changeable=changeable)
+            totals, (begin, end) = values if totals is None else totals, path.updates
         if part is not None:
             part.done("reduce-scatter")
-        begin, end = path.updates
         if begin != end and (comparison is None or not comparison.differ):  # else all workers keep the old value
-            round_.op.finish(totals[begin:end], session.num_workers)
-            queue.apply(owner, totals, round_.under, (begin, end))
+            op.finish(totals[begin:end], session.num_workers)
+            owner.apply(queue.info, queue.stored[begin:end], totals[begin:end], (0, round_.under.number))
         if part is not None:
             part.done("update")
-        if copies is not None:
-            outs = yield from copies.updated(path)
-        yield from path.allgather(outs, comparison)
-        if copies is not None:
-            copies.complete(path)
+        if op.whole:
+            for out in round_.outs:
+                out[...] = queue.stored
+        else:
+            yield from path.allgather(round_.outs, comparison)
         if part is not None:
             part.done("allgather")
         if comparison is not None and comparison.differ:

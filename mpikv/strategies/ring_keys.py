@@ -28,23 +28,36 @@ from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records_to_bytes
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.members import Members
+from mpikv.placement.members import Members, Path
 from mpikv.placement.place import place
 from mpikv.placement.placement import Placement
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
-from mpikv.spaces.named import DEVICE, HOST
+from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import Entry, PreparedCall
+from mpikv.strategies.copied_path import CopiedPath
 from mpikv.strategies.direct import Direct
-from mpikv.strategies.divided_path import Speaker
+from mpikv.strategies.divided_path import DividedPath, Speaker
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.key_path import PathResources
-from mpikv.strategies.message_path import Communicators
-from mpikv.strategies.paths import KeyPaths
+from mpikv.strategies.hosted_path import HostedPath, OneHostPath
+from mpikv.strategies.key_path import KeyPath, PathResources
+from mpikv.strategies.message_path import Communicators, NativePath, RingPath
+from mpikv.strategies.mpi_path import MpiPath
+from mpikv.strategies.nccl_path import NcclPath
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.queues import RoundQueue, rounds
 from mpikv.strategies.states import LOAD, SAVE, collect, distribute
+
+PATHS: Mapping[Path, type[KeyPath]] = {
+    "direct": OneHostPath,
+    "hosted": HostedPath,
+    "divided": DividedPath,
+    "ring": RingPath,
+    "native": NativePath,
+    "mpi": MpiPath,
+    "nccl": NcclPath,
+}
 
 
 class RingKeys:
@@ -117,10 +130,10 @@ class RingKeys:
         if self._session.rank == 0:
             value = self.first_values[info.key]
             # Shared memory is zero at first, and has no pages until it is written: zeros need not be copied there.
-            if info.space == DEVICE or value.view(np.uint8).any() or not queue.paths.value_is_shared:
+            if info.space == DEVICE or value.view(np.uint8).any() or not queue.path.shared:
                 queue.space.copy(queue.stored, value)
         self.queues[info.id] = queue
-        queue.has_value = queue.paths.broadcast_now()
+        queue.has_value = queue.path.broadcast_now()
         if not queue.has_value:
             queue.running = self._session.engine.take(Running(rounds(queue, self._session, self.owner), queue.name))
 
@@ -144,9 +157,13 @@ class RingKeys:
                 self._session.wait(Pending(queue.at(0), Waiting("init", info.key, info.id)))
 
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
-        """Give a queue its paths and the memory of its value. reserved: its place in shared memory, or None."""
+        """Give a queue its path and the memory of its value. reserved: its place in shared memory, or None."""
         placement = self._placement(queue.info, has_place=reserved is not None)
-        queue.use_paths(KeyPaths(self._resources, queue.info, placement, reserved))
+        given = self._resources, queue.info, placement, reserved
+        if placement.host is None:
+            queue.use_path(PATHS[placement.path](*given))
+        else:
+            queue.use_path(CopiedPath(*given, PATHS[placement.host]))
         if self._session.log.detailed():
             self._session.log.detail(lambda: self._described(queue))
 
@@ -219,7 +236,7 @@ class RingKeys:
             if self.direct is not None:
                 self.direct.reset()
             for queue in self.all():
-                queue.paths.reshard(self._placement(queue.info, has_place=queue.paths.shared))
+                queue.path.reshard(self._placement(queue.info, has_place=queue.path.place is not None))
                 queue.comparison = None
 
     def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
@@ -270,7 +287,7 @@ class RingKeys:
             return {}
         held: dict[str, Any] = {"held_bytes": sum(queue.held_bytes for queue in self.all())}
         if self.hosts is not None:
-            shared = (queue for queue in self.all() if queue.info.space == HOST and queue.paths.shared)
+            shared = (queue for queue in self.all() if queue.path.shared)
             held["shared_bytes"] = sum(queue.info.n_bytes for queue in shared)
         if self.direct is not None:
             direct = self.direct.stats()
