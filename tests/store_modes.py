@@ -191,19 +191,18 @@ FEW_ON_DEVICE = (
     Mode("dist_sync", 3, 0, "ring", device="mpi"),
     Mode("dist_sync", 3, 2, device="host"),
     Mode("dist_sync", 3, 2, memory="off", device="host"),
-    Mode("dist_sync", 3, 2, memory="off", device="mpi"),
 )
 FEW_DIST_SYNC = (
     *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "owners"), *every_way(Mode("dist_sync", 3, 2))),
     *HYBRID[:2],
     *ADDING[:2],
     Mode("dist_sync", 3, codec=codecs_of_tests.Reversed.name),
-    *(FEW_ON_DEVICE[0], FEW_ON_DEVICE[2], *FEW_ON_DEVICE[4:]),
+    *(FEW_ON_DEVICE[0], FEW_ON_DEVICE[2], FEW_ON_DEVICE[4]),
 )
 FEW_ASYNC = (
     *every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2)),
     Mode("dist_async", 2, 0, device="host"),
-    Mode("dist_async", 3, 2, memory="off", device="mpi"),
+    Mode("dist_async", 3, 2, memory="off", device="host"),
 )
 FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC, Mode("local", 1, device="gpu"))
 # For what depends on the mode a little: alone, in memory, in a ring, on servers, divided, on a GPU, without rounds.

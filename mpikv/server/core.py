@@ -179,7 +179,7 @@ class ServerCore:
             return []
         if header.kind == wire.REMOVE:
             shard = self._shards.pop(header.key_id, None)
-            return [] if shard is None else shard.drain()
+            return [] if shard is None else shard.remove()
         if header.kind == wire.REFUSE:
             return [Refusal(header.key_id, header.round, "")]
         if header.kind == wire.BYE:
@@ -200,6 +200,7 @@ class ServerCore:
             values,
             begin=text["begin"],
             partition_elems=text["part"],
+            whole=text["whole"],
             compression=codecs,
             version=text["version"],
             owner=self.owner,
@@ -227,7 +228,6 @@ class ServerCore:
         for shard in self._shards.values():
             if self.owner.slot_of(shard.info.id) == slot:
                 shard.forget_states()
-                shard.regroup()
         return self._acknowledge(worker, header)
 
     def _save(self, worker: int, header: wire.Header, _payload: HostArray) -> ServerReply:

@@ -14,7 +14,7 @@ Free arrays are kept, `Pool.held_bytes` in all; that never grows beyond what was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,14 +85,6 @@ class Pool:
             self.give(total)
         self.give(other)
         return out
-
-    def join(self, arrays: Sequence[Any]) -> Any:
-        joined = self.take(sum(array.size for array in arrays), arrays[0].dtype)
-        at = 0
-        for array in arrays:
-            self._space.copy(joined[at : at + array.size], array)
-            at += array.size
-        return joined
 
     def trim(self) -> None:
         for n_bytes, free in self._free.items():

@@ -6,16 +6,14 @@ gradient and returns what is to be applied now, if anything. `counts`: whether p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.optimizers.owner import AttributesId
-
-Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 
 
 class RoundUpdate(NamedTuple):
@@ -54,13 +52,6 @@ class Policy(Protocol):
     def push(self, worker: int, contribution: Contribution, memory: Memory) -> RoundUpdate | None:
         """Take one worker's contribution, which the policy owns from now on. What is to be applied now."""
 
-    def regrouped(self, others: Sequence[Any], cut: Cut, count: int) -> Sequence[Policy]:
-        """The policies of `count` new units, for a key whose units are cut anew.
-
-        This policy and `others` are those of the old units, in order; all have taken the same pushes. cut: joins arrays
-        of the old units and cuts them for the new ones.
-        """
-
 
 class Synchronous:
     """Applies a round when every worker has pushed it, adding in the order of the workers.
@@ -95,24 +86,6 @@ class Synchronous:
             found = self._early.pop(self._next_worker, None)
         return None
 
-    def regrouped(self, others: Sequence[Synchronous], cut: Cut, count: int) -> Sequence[Policy]:
-        everyone = (self, *others)
-        totals = [unit._total for unit in everyone if unit._total is not None]  # noqa: SLF001 - of the same class
-        new_totals = cut(totals) if totals else [None] * count
-        early = {
-            worker: [
-                contribution._replace(gradient=gradient)
-                for gradient in cut([u._early[worker].gradient for u in everyone])  # noqa: SLF001 - of the same class
-            ]
-            for worker, contribution in self._early.items()
-        }
-        result = [Synchronous(self._num_workers) for _ in range(count)]
-        for i, unit in enumerate(result):
-            unit._next_worker, unit._total = self._next_worker, new_totals[i]  # noqa: SLF001 - of the same class
-            unit._pushed = list(self._pushed)  # noqa: SLF001 - of the same class
-            unit._early = {worker: parts[i] for worker, parts in early.items()}  # noqa: SLF001 - of the same class
-        return result
-
 
 class Asynchronous:
     """Applies every push at once."""
@@ -120,10 +93,7 @@ class Asynchronous:
     counts = False
 
     def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+        """As `Synchronous`, which a key's shard makes in the same way."""
 
     def push(self, worker: int, contribution: Contribution, memory: Memory) -> RoundUpdate | None:
         return RoundUpdate((contribution.gradient,), contribution.attributes)
-
-    def regrouped(self, others: Sequence[Asynchronous], cut: Cut, count: int) -> Sequence[Policy]:
-        return [Asynchronous(self._num_workers) for _ in range(count)]

@@ -31,7 +31,7 @@ from mpikv.errors import MpikvError
 from mpikv.observe.recorder import Recorder
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
-from mpikv.optimizers.states import StateRecord, in_space, join_states, on_host, record_of, slice_state
+from mpikv.optimizers.states import StateRecord, in_space, on_host, record_of
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo, partitions
 from mpikv.server.device_copies import DeviceCopies
@@ -100,8 +100,9 @@ class Unit:
 class ServedShard:
     """A key's shard on this server.
 
-    begin: its first element in the key. labels: the workers' names in errors. pushers: the workers that push it, in the
-    order in which their gradients are added. policy(n): makes the policy of a new unit with so many pushers.
+    begin: its first element in the key. whole: whether its optimizer needs all of it. labels: the workers' names in
+    errors. pushers: the workers that push it, in the order in which their gradients are added. policy(n): makes the
+    policy of a new unit with so many pushers.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class ServedShard:
         *,
         begin: int,
         partition_elems: int,
+        whole: bool,
         compression: KeyCompression,
         version: int,
         owner: Owner,
@@ -134,58 +136,17 @@ class ServedShard:
         self.turn = (version, 0)  # the last round that was begun to be fetched, and its place among those of other keys
         self._waiting: list[deque[Push]] = [deque() for _ in labels]
         self._pulls: list[PendingPull] = []
-        bounds = self._bounds()
-        self.units = self._cut(bounds, values, [policy(len(pushers)) for _ in bounds], version, [version] * len(labels))
-        self._counts = self.units[0].policy.counts
-
-    # --- cutting
-
-    def _bounds(self) -> tuple[tuple[int, int], ...]:
-        optimizer = self._owner.optimizer_of(self.info.id)
-        return self.partitions if optimizer is None or optimizer.elementwise else ((0, self._n),)
-
-    def _cut(
-        self,
-        bounds: Sequence[tuple[int, int]],
-        values: HostArray,
-        policies: Sequence[Policy],
-        version: int,
-        seen: list[int],
-    ) -> list[Unit]:
-        return [
-            Unit(begin, end, self._readable(values[begin:end]), policy, version, list(seen))
-            for (begin, end), policy in zip(bounds, policies, strict=True)
+        self.units = [
+            Unit(first, end, self._readable(values[first:end]), policy(len(pushers)), version, [version] * len(labels))
+            for first, end in ([(0, self._n)] if whole else self.partitions)
         ]
+        self._counts = self.units[0].policy.counts
 
     def _readable(self, values: HostArray) -> ReadableMemory:
         return ReadableMemory(self._values.copy(values), self._values.give)
 
     def _unit(self, partition: int) -> Unit:
         return self.units[partition if len(self.units) > 1 else 0]
-
-    def regroup(self) -> None:
-        """Cut the units as the key's present optimizer needs them. No partition may be on its way here."""
-        bounds, old = self._bounds(), self.units
-        if len(bounds) == len(old):
-            return
-
-        def cut(arrays: Sequence[HostArray]) -> list[HostArray]:
-            joined = self._values.join(arrays)
-            parts = [self._values.copy(joined[begin:end]) for begin, end in bounds]
-            for array in (*arrays, joined):
-                self._values.give(array)
-            return parts
-
-        policies = old[0].policy.regrouped([unit.policy for unit in old[1:]], cut, len(bounds))
-        values = self._values.join([unit.block.array for unit in old])
-        states = [(unit.begin, unit.end, on_host(unit.state)) for unit in old if unit.state is not None]
-        for unit in old:
-            unit.block.retire()
-        self.units = self._cut(bounds, values, policies, old[0].version, old[0].seen)
-        self._values.give(values)
-        if states:
-            self.set_states(states)
-        self._pool.trim()  # memory of the old units, most of which will not be used again
 
     # --- states
 
@@ -197,22 +158,23 @@ class ServedShard:
         ]
 
     def set_states(self, pieces: Sequence[tuple[int, int, State]]) -> None:
-        """Replace the states. pieces: (begin, end, state) of elements of the shard; other elements get no state."""
+        """Replace the states. pieces: (begin, end, state) of the shard's units; others get no state."""
         for unit in self.units:
-            mine = [piece for piece in pieces if unit.begin <= piece[0] and piece[1] <= unit.end]
-            around = [piece for piece in pieces if piece[0] <= unit.begin and unit.end <= piece[1]]
-            if around:
-                begin, end, state = around[0]
-                unit.state = slice_state(state, unit.begin - begin, unit.end - begin, end - begin)
-            else:
-                moved = [(begin - unit.begin, end - unit.begin, state) for begin, end, state in mine]
-                unit.state = join_states(moved, unit.end - unit.begin) if moved else None
+            mine = [state for begin, end, state in pieces if (begin, end) == (unit.begin, unit.end)]
+            unit.state = mine[0] if mine else None
             if self._copies is not None and unit.state is not None:
                 unit.state = in_space(unit.state, self._copies.space)
 
     def forget_states(self) -> None:
         for unit in self.units:
             unit.state = None
+
+    def remove(self) -> list[Event]:
+        """Give the memory of the values back, which will hardly be used again: the key goes on elsewhere."""
+        for unit in self.units:
+            unit.block.retire()
+        self._pool.trim()
+        return self.drain()
 
     # --- pushes
 

@@ -82,7 +82,7 @@ class ClientKey:
 
     space: of its values on this worker. encoded: the pieces of pushes, with the codec's states. returned: the pieces of
     answers that are decoded in host memory. can_ask_small: whether `Client.ask_small` can do it. pushers: the workers
-    that push it; none: all. replicated: see `Placement`.
+    that push it; none: all. whole: whether its optimizer needs all of a shard. replicated: see `Placement`.
     """
 
     def __init__(
@@ -94,8 +94,9 @@ class ClientKey:
         space: Space | None = None,
         recorder: Recorder | None = None,
         pushers: Sequence[int] = (),
+        whole: bool = False,
     ) -> None:
-        self.pushers = pushers
+        self.pushers, self.whole = pushers, whole
         self.info, self.compression = info, codecs(info.codec)
         self.sends_uncompressed = self.compression.push == IDENTITY
         self._returns_uncompressed = self.compression.pull == IDENTITY
@@ -115,7 +116,7 @@ class ClientKey:
         self.replicated = placement.replicated
         one_small = len(self.routes) == 1 and self.routes[0].inline
         self.can_ask_small = one_small and self._returns_uncompressed
-        self.encoded.recut(self.encoded.states, self._pieces)
+        self.encoded.recut(self.encoded.states, self.pieces)
 
     @property
     def answers_uncompressed(self) -> bool:
@@ -140,20 +141,20 @@ class ClientKey:
 
     def codec_states(self) -> list[tuple[int, int, State]]:
         states = self.encoded.states_on_host()
-        return [(*piece, states[piece]) for piece in self._pieces if states.get(piece)]
+        return [(*piece, states[piece]) for piece in self.pieces if states.get(piece)]
 
     def take_codec_states(self, pieces: Mapping[Span, State]) -> None:
         """Replace the states of the codec of this worker's pushes. pieces: states by pieces [begin, end)."""
-        self.encoded.recut(pieces, self._pieces)
+        self.encoded.recut(pieces, self.pieces)
 
     @property
-    def _pieces(self) -> list[Span]:
+    def pieces(self) -> list[Span]:
         routes = self.routes[:1] if self.replicated else self.routes
         return [piece for route in routes for piece in route.pieces]
 
     def encoded_once(self, total: HostArray) -> PieceMessages:
         """The messages of a push that several owners get."""
-        return PieceMessages({piece: self.encoded.encode(total, piece) for piece in self._pieces})
+        return PieceMessages({piece: self.encoded.encode(total, piece) for piece in self.pieces})
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
         """The messages that give each owner its shard's first values: server, header, payload."""
@@ -165,6 +166,7 @@ class ClientKey:
                 "dtype": str(info.dtype),
                 "begin": shard.begin,
                 "part": self.placement.partition_elems,
+                "whole": self.whole,
                 "version": self.pushed,
                 "codec": info.codec,
                 "space": info.space,

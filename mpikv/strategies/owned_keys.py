@@ -17,6 +17,7 @@ import cloudpickle
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression
+from mpikv.common.checks import shown
 from mpikv.engine.operation import Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
@@ -26,6 +27,7 @@ from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.owners import add_load, as_announced, at_one, place_at_owners
+from mpikv.placement.placement import Placement
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
@@ -134,12 +136,17 @@ class OwnedKeys:
             space=self._session.spaces.of(info),
             recorder=self._recorder,
             pushers=self.speaker.pushers.get(info.id, ()),
+            whole=self._needs_whole(info),
         )
         if self._session.log.detailed():
             self._session.log.detail(lambda: described.line(self._members, info, placement, wire_))
         if self._rank == 0:
             value = self.first_values[info.key]
             self._send_value(key, value if info.space == HOST else self._session.spaces.of(info).to_host(value))
+
+    def _needs_whole(self, info: KeyInfo) -> bool:
+        optimizer = self._session.optimizer_of(info)
+        return optimizer is not None and not optimizer.elementwise
 
     def _begin_owners(self) -> None:
         """Let this worker own keys, as all workers do that agree on the first key with owners."""
@@ -253,28 +260,48 @@ class OwnedKeys:
         self._session.decide("set_optimizer in place", send)
 
     def _move_keys(self, slot: int, before_cut: Mapping[int, SpaceArray], *, whole: bool) -> None:
-        """Move keys that are cut to one owner each, if the optimizer needs them `whole`; cut replicated ones."""
+        """Move keys that are cut to one owner each, if the optimizer needs them `whole`; cut replicated ones.
+
+        Keys that it needs whole and the last one did not, or the other way round, get new units at their owner.
+        Worker 0 pulls and sends the values. ConfigError where workers have not pushed these keys equally often.
+        """
+        moved: list[tuple[ClientKey, Placement]] = []
         for info in self._session.in_order():
             key = self._keys.get(info.id)  # None: row-sparse, or all of it goes round the ring
             if key is None or self._session.slot_of(info) != slot:
                 continue
             if whole and len(key.routes) + (info.id in before_cut) > 1:
-                placement = at_one(info, info.id % len(self._servers), key.placement.partition_elems)
+                moved.append((key, at_one(info, info.id % len(self._servers), key.placement.partition_elems)))
             elif key.replicated:
-                placement = place_at_owners(self._members, info, compression.wire_of(info), updated=True)
-            else:
-                continue
+                moved.append((key, place_at_owners(self._members, info, compression.wire_of(info), updated=True)))
+            elif whole != key.whole and len(key.pieces) > 1:
+                moved.append((key, key.placement))
+            key.whole = whole
+        self._check_pushes([key for key, _ in moved])
+        for key, placement in moved:
             if self._rank == 0:
-                spaces = self._session.spaces
-                value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
+                value: HostArray = self._session.spaces.host.empty(key.info.n_elems, key.info.dtype)
                 self._pull_uncompressed(key, [value])
-                if (before := before_cut.get(info.id)) is not None:
+                if (before := before_cut.get(key.info.id)) is not None:
                     value[: before.size] = before
                 for route in key.routes:
-                    self._send(route.owner, wire.Header(wire.REMOVE, info.id))
+                    self._send(route.owner, wire.Header(wire.REMOVE, key.info.id))
                 key.use_placement(placement)
                 self._send_value(key, value)
             key.use_placement(placement)
+
+    def _check_pushes(self, keys: Sequence[ClientKey]) -> None:
+        """Raise ConfigError where not all workers have pushed a round of these keys: it would be lost. Collective."""
+        if not keys or not self.synchronous:
+            return
+        pushes = [key.pushed for key in keys]
+        of_first = self._session.agree("set_optimizer moves keys", pushes, "set_optimizer")
+        for key, n, first in zip(keys, pushes, of_first, strict=True):
+            if n != first:
+                raise ConfigError(
+                    f"set_optimizer: key {shown(key.info.key)} has {n} pushes of worker {self._rank} and {first} of "
+                    "worker 0; all have to push a round before an optimizer of another kind takes the key"
+                )
 
     def _pull_uncompressed(self, key: ClientKey, outs: Sequence[HostArray]) -> None:
         """Pull a key's value uncompressed and wait for it, so that a codec of answers keeps its state. Blocks."""
@@ -288,11 +315,9 @@ class OwnedKeys:
         """The spans for which a server keeps states: pieces, or whole shards where the optimizer needs them."""
         owned: list[tuple[KeyInfo, int, int]] = []
         for key in self._keys.values():
-            optimizer = self._session.optimizer_of(key.info)
             for route in key.routes:
                 if route.owner == server:
-                    cut = optimizer is None or optimizer.elementwise
-                    pieces = route.pieces if cut else ((route.begin, route.end),)
+                    pieces = ((route.begin, route.end),) if key.whole else route.pieces
                     owned += [(key.info, begin, end) for begin, end in pieces]
         return [*owned, *self.rows.owned(server)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from itertools import pairwise
 
 import cloudpickle
 import numpy as np
@@ -27,9 +28,9 @@ DTYPES = (np.float32, np.float16, np.int8)
 PART = 3  # elements: one partition, less than one, several with a short last one
 
 
-def init_request(key, dtype, value=0, version=0):
+def init_request(key, dtype, value=0, version=0, *, whole=False):
     text = {"key": key, "shape": [SIZES[key]], "dtype": str(np.dtype(dtype)), "begin": 0, "version": version}
-    text |= {"part": PART, "codec": "none", "pushers": []}
+    text |= {"part": PART, "whole": whole, "codec": "none", "pushers": []}
     payload = wire.with_text(json.dumps(text).encode(), np.full(SIZES[key], value, dtype).tobytes())
     return wire.Header(wire.INIT, key), payload
 
@@ -252,14 +253,17 @@ def test_asynchronous(programs, late, data):
     st.integers(1, 3), st.lists(st.sampled_from(["sgd", "lamb", "adam"]), min_size=1, max_size=4), st.integers(0, 999)
 )
 def test_an_optimizer_waits_for_what_was_pushed_before(workers, names, seed):
-    """Every worker pushes, flushes, then worker 0 sets another optimizer; the bits are those without any delay."""
+    """Every worker pushes, flushes, then worker 0 sets another optimizer; the bits are those without any delay.
+
+    Where the optimizer needs keys whole and the last one did not, or the other way round, worker 0 sends their values.
+    """
 
     def run(pick):
         session = Session(workers, Synchronous, pick)
         for key in KEYS:
             session.send(0, *init_request(key, np.float32, value=1))
         tag = 0
-        for round_, name in enumerate(names, 1):
+        for round_, (last, name) in enumerate(pairwise(["sgd", *names]), 1):
             for worker in range(workers):
                 for key in KEYS:
                     header = wire.Header(wire.PUSH, key, 0, 0, round_)
@@ -268,6 +272,12 @@ def test_an_optimizer_waits_for_what_was_pushed_before(workers, names, seed):
                 session.send(worker, wire.Header(wire.FLUSH, 0, tag))
             while len(session.replies) < tag:
                 session.some()
+            for key in KEYS if "lamb" in (last, name) and last != name else ():
+                session.send(0, wire.Header(wire.PULL, key, 4000, 0, round_))
+                session.settle()
+                value = np.frombuffer(session.replies.pop((0, 4000)), np.float32)
+                session.send(0, wire.Header(wire.REMOVE, key))
+                session.send(0, *init_request(key, np.float32, value, round_, whole=name == "lamb"))
             tag += 1
             session.send(0, *optimizer_request(optimizers.create(name, learning_rate=0.1), tag))
             session.settle()
@@ -306,7 +316,7 @@ def test_each_round_is_made_with_its_attributes(workers, rounds, data):
 def test_a_round_of_different_attributes_is_refused(workers, last, whole, data):
     """Up to round `last` all is well; there one worker brings another rate. Nothing after it is answered."""
     session = Session(workers, Synchronous)
-    session.send(0, *init_request(0, np.float32))
+    session.send(0, *init_request(0, np.float32, whole=whole))
     kind = "lamb" if whole else "sgd"
     session.send(0, *optimizer_request(optimizers.create(kind, learning_rate=1.0), tag=999))
     odd = data.draw(st.integers(0, workers - 1))

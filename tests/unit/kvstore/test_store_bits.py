@@ -47,8 +47,7 @@ def bits(mode, name="none", *, any_calls=None, late=False, **changes):
     """The bytes of every value that a worker gets, on every worker.
 
     any_calls: a folder. Each call is of another form then, with keys in an order of the worker's own and the same
-    arrays again; states are saved there and loaded between optimizers, which changes nothing. With a server one worker
-    has pushed once more when the optimizer changes: that round is made with the next one.
+    arrays again; states are saved there and loaded between optimizers, which changes nothing.
     """
 
     def body(store):
@@ -58,26 +57,20 @@ def bits(mode, name="none", *, any_calls=None, late=False, **changes):
         store.init("rows", RowSparse.zeros(ROWS, "float64"))
         arrays, outs = ({key: np.empty(n, dtype) for key, (dtype, n) in KEYS.items()} for _ in range(2))
 
-        def every_key(is_pushed):
+        def every_key():
             for key, array in arrays.items():
                 array[...] = value_of(key, store.rank, number)
             order = dice.sample([*KEYS], len(KEYS)) if any_calls else [*KEYS]
             values = [arrays[key] for key in order]
-            if is_pushed:
-                store.pull(order, values)
-            else:
-                call = dice.choice(OF_LISTS) if any_calls else "push and pull"
-                exchange(store, call, order, values, [outs[key] for key in order])
+            call = dice.choice(OF_LISTS) if any_calls else "push and pull"
+            exchange(store, call, order, values, [outs[key] for key in order])
             return [array.tobytes() for array in arrays.values()]
 
-        for i, optimizer in enumerate(OPTIMIZERS[name]):
-            early = i > 0 and mode.servers == 1 and not mode.take and 0 < store.rank == i % mode.workers
-            if early:
-                store.push([*KEYS], [value_of(key, store.rank, number) for key in KEYS])
+        for optimizer in OPTIMIZERS[name]:
             if optimizer is not None:
                 store.set_optimizer(optimizer())
-            for round_ in range(ROUNDS):
-                found += every_key(is_pushed=early and round_ == 0)
+            for _ in range(ROUNDS):
+                found += every_key()
                 if optimizer is None:
                     store.push("rows", rows_of(store.rank, number))
                     found.append(store.pull("rows", ignore_sparse=False).tobytes())

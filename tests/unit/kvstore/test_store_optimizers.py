@@ -11,6 +11,7 @@ from mpikv import ConfigError, MpikvError, UnsupportedError, kv, optimizers
 from mpikv.optimizers.owner import Owner
 from mpikv.placement import keys
 from mpikv.spaces.named import Spaces
+from mpikv.testing.ranks import RankError
 
 SHAPES = {"s": (), "a": (BOUND - 1,), "b": (5, 7), "c": (64, 3), "empty": (0, 2)}
 ROUNDS = 4
@@ -256,3 +257,19 @@ def test_owner_remembers_attributes_that_are_still_in_use():
             owner.apply(infos[1], weights[1], np.ones(2, np.float32), (worker, 1))
     assert weights[1].tolist() == [-2400.0] * 2
     assert weights[2].tolist() == [-600.0] * 2
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_round_that_some_have_pushed_is_refused_where_keys_are_cut_anew(servers):
+    """Its values would be lost; another optimizer of the same kind takes the round."""
+
+    def body(store):
+        store.init("w", np.zeros(8 * BOUND, np.float32))
+        store.set_optimizer(optimizers.create("sgd"))
+        if store.rank == 1:
+            store.push("w", np.ones(8 * BOUND, np.float32))
+        store.set_optimizer(optimizers.create("adam"))
+        store.set_optimizer(optimizers.create("lamb"))
+
+    with pytest.raises(RankError, match="key 'w' has 1 pushes of worker 1 and 0 of worker 0"):
+        Mode("dist_sync", 2, servers, part_bytes=32).run(body)
