@@ -36,7 +36,7 @@ from mpikv.session.stalls import EARLY
 from mpikv.session.workers import Workers
 from mpikv.strategies.base import Entry, Flat, PreparedCall
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.queues import DirectCallRecord, RoundQueue
+from mpikv.strategies.queues import RoundQueue
 
 
 class Direct:
@@ -142,7 +142,7 @@ class Direct:
         offset_of = self._host_keys.memory.offset_of
         offsets = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
         call_digest = digest(kind, [info.id for info in infos], offsets, op.name)
-        call = DirectCall(self, kind, queues, plan, call_digest, fallback=fallback)
+        call = DirectCall(self, queues, plan, call_digest, fallback=fallback)
         call.slots = {self._session.slot_of(info): info for info in infos}
         call.hash = history_hash(queue.direct_calls.digest for queue in queues)
         if kind == "in place":
@@ -283,35 +283,31 @@ class Direct:
         self._session.wait(Pending(request, Waiting("pushpull", queue.info.key, queue.info.id)))
 
 
-class DirectCall(DirectCallRecord, PreparedCall):
+class DirectCall(PreparedCall):
     """One prepared direct call.
 
     plan: makes the steps of this worker from the parity of the call's number. digest: identifies the call, on all
-    workers. hash: of its keys. slots: of its keys' optimizers, each with one of its keys.
+    workers. hash: of its keys. slots: of its keys' optimizers, each with one of its keys. values: the arrays of each
+    key, by its number, if the call adds in place. rounds: how often it was made. last: the number of its last event.
     """
 
     def __init__(
         self,
         direct: Direct,
-        kind: str,
         queues: Sequence[RoundQueue],
         plan: Callable[[int], Plan],
         call_digest: int,
         *,
         fallback: PreparedCall,
     ) -> None:
-        super().__init__()
         self._direct, self._fallback = direct, fallback
-        self.kind = kind
+        self.queues, self.n_keys, self.plan = queues, len(queues), plan
         self.name = f"pushpull of key {shown(queues[0].info.key)}"  # for a stall report
-        self.queues = queues
-        self.plan = plan
-        self.digest = call_digest
-        self.hash = 0
+        self.digest, self.hash = call_digest, 0
         self.slots: dict[int, KeyInfo] = {}
-        self.n_keys = len(queues)
-        self._checked = -1
-        self._epoch = direct.epoch
+        self.values: dict[int, HostArray] = {}
+        self.rounds = self.last = 0
+        self._checked, self._epoch = -1, direct.epoch
 
     @property
     def n_bytes(self) -> int:

@@ -7,7 +7,7 @@ rounds; it ends when the queue is empty, and the next push starts another.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.arrays.reductions import SUM, Reduction
@@ -27,6 +27,9 @@ from mpikv.strategies.base import Sink
 from mpikv.strategies.key_path import KeyPath
 from mpikv.transports import wire
 
+if TYPE_CHECKING:
+    from mpikv.strategies.direct import DirectCall
+
 
 class Round(NamedTuple):
     """One push of a queue's values.
@@ -45,26 +48,14 @@ class Round(NamedTuple):
     priority: int = 0
 
 
-class DirectCallRecord:
-    """What a key must know about a direct call (direct.py).
-
-    values: the arrays of each key, by its number, if the call adds in place. rounds: how often it was made. last: the
-    number of its last event, see `Direct`.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[int, HostArray] = {}
-        self.rounds = self.last = 0
-
-
 class KeyDirectCalls:
-    """The direct calls of one key. copied_at: the number of the event that last put the value at the key's place."""
+    """Those of one key (direct.py). copied_at: the number of the event that last put the value at the key's place."""
 
     __slots__ = ("_key_id", "copied_at", "digest", "kept", "released_rounds")
 
     def __init__(self, key_id: int) -> None:
         self._key_id, self.digest = key_id, digest("key", key_id)
-        self.kept: list[DirectCallRecord] = []
+        self.kept: list[DirectCall] = []
         self.released_rounds = self.copied_at = 0
 
     @property
@@ -72,7 +63,7 @@ class KeyDirectCalls:
         return self.released_rounds + sum(call.rounds for call in self.kept)
 
     @property
-    def newest(self) -> DirectCallRecord | None:
+    def newest(self) -> DirectCall | None:
         """The call made last, if its arrays still hold the key's newest value and nothing has copied it out since."""
         last = max(self.kept, key=lambda call: call.last, default=None)
         return last if last is not None and last.values and last.last > self.copied_at else None
