@@ -9,7 +9,7 @@ one that MPIKV_DEVICE_PATH names:
 - `host`: works always: values are copied through host memory. A single worker copies nothing;
 - `none`: keys are in host memory, since some worker has no GPU.
 
-Where servers own the keys, `mpi` and `host` are the paths of values from a worker's GPU to the servers, and back.
+Where servers own the keys, values from a worker's GPU go to them, and back, by the path `host`.
 
 Whether `nccl` and `mpi` work is found out by a trial, in which all workers take part. A path is tried only when no
 better one works and nothing else rules it out: so `choose` takes the outcomes of the trials made so far, and `settle`
@@ -106,18 +106,11 @@ def _obstacles(
         if report.number is None:
             return obstacles | dict.fromkeys(("nccl", "mpi", "host"), f"{name} uses no GPU: {report.why_none}")
     if not members.workers_own:
-        obstacles["nccl"] = "servers own the keys"
-        if members.shares_memory and len(_hosts(members)) == 1:
-            obstacles["mpi"] = "servers are reached through the memory of their host"
-        return obstacles
+        return obstacles | dict.fromkeys(("nccl", "mpi"), "servers own the keys")
     other = members.config.algorithm not in ("auto", "nccl")
     asked = f"MPIKV_ALGORITHM={members.config.algorithm} asks for another algorithm" if other else ""
     obstacles["nccl"] = asked or _shared_gpu(reports, members.worker_hosts, names) or obstacles["nccl"]
     return obstacles
-
-
-def _hosts(members: Members) -> set[str]:
-    return {members.hosts[rank] for rank in (*members.workers, *members.servers)}
 
 
 def _shared_gpu(reports: Sequence[DeviceReport], hosts: Sequence[str], names: Sequence[str]) -> str:
@@ -145,7 +138,8 @@ def stats(members: Members) -> dict[str, Any]:
 
 def advice(members: Members) -> str:
     """Return a warning where values are copied through host memory on their way to other hosts; else ""."""
-    if members.device_path != "host" or len(_hosts(members)) == 1 or members.config.device_path == "host":
+    unavoidable = not members.workers_own or len(set(members.worker_hosts)) == 1
+    if members.device_path != "host" or unavoidable or members.config.device_path == "host":
         return ""
     why = dict(members.device_reasons).get("mpi", "")
     return (

@@ -1,10 +1,8 @@
 """A worker's calls with keys whose arrays are on its GPU and that servers own.
 
 Servers receive messages in host memory, also where they keep the key on a GPU. Only a server in this worker's own
-process can take device memory. Each shard of such a key takes one of three paths:
+process can take device memory. Each shard of such a key takes one of two paths:
 
-- *By MPI* (`DeviceCalls.goes_by_mpi`), if the workers have agreed on the path "mpi": MPI sends from device memory and
-  receives the answer there. Only for a large uncompressed shard whose server is not reached through shared memory.
 - *In process* (`DeviceCalls.goes_in_process`), to the server inside this worker, unless the answer is for an array in
   host memory: one copy on the GPU in each direction (transports/loopback.py). Only for a large uncompressed shard.
 - *Through host memory*: the shard is copied down to page-locked memory and sent from there; the answer is received in
@@ -14,7 +12,7 @@ process can take device memory. Each shard of such a key takes one of three path
 No thread blocks for a copy. A call begins its copies when its pushed values have been written, and sends its messages
 when the store's stream has done the copies. Until then the call waits in a queue, and so do all later calls, also those
 of keys in host memory, because servers must receive a worker's calls in their order. `Client.exchange` sends the
-messages, from host memory or from device memory that no copy uses any more.
+messages.
 
 A caller's array in host memory receives an answer as for a key in host memory, without the GPU.
 
@@ -44,19 +42,11 @@ from mpikv.transports import wire
 class DeviceCalls:
     """The calls of one worker. Everything here is called under the engine's lock.
 
-    mpi_takes_device: whether MPI accepts device memory. on_lost: called with the error of a push that could not be
-    sent, for which other ranks would wait.
+    on_lost: called with the error of a push that could not be sent, for which other ranks would wait.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        space: DeviceSpace,
-        *,
-        mpi_takes_device: bool,
-        on_lost: Callable[[BaseException], None],
-    ) -> None:
-        self._client, self.space, self._mpi_takes_device, self._on_lost = client, space, mpi_takes_device, on_lost
+    def __init__(self, client: Client, space: DeviceSpace, on_lost: Callable[[BaseException], None]) -> None:
+        self._client, self.space, self._on_lost = client, space, on_lost
         self._turns = Turns()
 
     @property
@@ -66,11 +56,6 @@ class DeviceCalls:
     def concerns(self, items: Sequence[Item]) -> bool:
         """Whether a call must use `exchange` of this object instead of the client's."""
         return self._turns.taken or any(item.key.info.space == DEVICE for item in items)
-
-    def goes_by_mpi(self, key: ClientKey, route: Route) -> bool:
-        """Whether MPI sends a shard from device memory and receives its answer there."""
-        reachable = self._mpi_takes_device and not self._client.through_memory[route.owner]
-        return reachable and not route.inline and key.compression.uncompressed
 
     def goes_in_process(self, key: ClientKey, route: Route, space_names: set[str]) -> bool:
         """Whether a shard is passed on the GPU to the server in this process. space_names: those of the answer."""
@@ -111,7 +96,7 @@ class DeviceCalls:
 class _KeyCall:
     """One key of a call. Its copies down begin in the constructor.
 
-    items: the messages to exchange, one item for each of the three paths that some shard takes. arrivals: requests to
+    items: the messages to exchange, one item for each of the two paths that some shard takes. arrivals: requests to
     wait for, in addition to the store's stream, before messages are sent.
     """
 
@@ -122,8 +107,7 @@ class _KeyCall:
         self._sink = item.sink
         self._space_names = set() if self._sink is None else self._sink.space_names
         in_process = [route for route in item.routes if calls.goes_in_process(item.key, route, self._space_names)]
-        by_mpi = [route for route in item.routes if route not in in_process and calls.goes_by_mpi(item.key, route)]
-        self._copied = [route for route in item.routes if route not in in_process and route not in by_mpi]
+        self._copied = [route for route in item.routes if route not in in_process]
         self._on_host: SpaceArray = None
         self._on_device: SpaceArray = total
         if total is None and DEVICE in self._space_names:
@@ -134,14 +118,13 @@ class _KeyCall:
         copies_up = DEVICE in self._space_names and (bool(self._copied) or HOST in self._space_names) and not decodes
         if copies_up or (total is not None and self._copied and not encodes):
             self._on_host = calls.space.page_locked(info.n_elems * info.dtype.itemsize).view(info.dtype)
-        # Where messages are received: the caller's array, page-locked memory, or device memory.
+        # Where messages are received: the caller's array or page-locked memory.
         only_host = None if self._sink is None or DEVICE in self._space_names else self._sink.buffer()
         self._result = self._on_host if only_host is None else only_host
         if decodes:
             self._result = PieceMessages(self._memory_of(item.key.returned_in_space))
-        from_mpi = self._on_device if self._space_names == {DEVICE} else self._result
         self.arrivals: list[Operation] = []
-        if total is not None and (by_mpi or in_process):
+        if total is not None and in_process:
             self.arrivals.append(calls.space.written(total))
         pushed = self._on_host
         if encodes:
@@ -159,7 +142,6 @@ class _KeyCall:
             )
             for array, into, routes, flags in (
                 (pushed, self._result, self._copied, 0),
-                (self._on_device, from_mpi, by_mpi, 0),
                 (self._on_device, self._on_device, in_process, wire.LOOPBACK_PUSH | wire.LOOPBACK_ANSWER),
             )
             if routes

@@ -86,10 +86,10 @@ class OwnedCalls:
         self.device = self._device_calls()
 
     def _device_calls(self) -> DeviceCalls | None:
-        space, path = self._session.spaces.device, self._members.device_path
-        if not isinstance(space, DeviceSpace) or path == "none":
+        space = self._session.spaces.device
+        if not isinstance(space, DeviceSpace) or self._members.device_path == "none":
             return None
-        return DeviceCalls(self._client, space, mpi_takes_device=path == "mpi", on_lost=self._engine.fail)
+        return DeviceCalls(self._client, space, on_lost=self._engine.fail)
 
     def owners_of(self, info: KeyInfo) -> tuple[str, ...]:
         return tuple(self._labels[route.owner] for route in self._keys[info.id].routes)
