@@ -1,4 +1,4 @@
-"""Groups that compare the ranks' labels in the messages of a collective, without the collective's knowledge.
+"""Compares the ranks' labels: in the messages of a collective, without its knowledge, or in messages before it.
 
 A message of a reduce-scatter ends with a *trailer* of 8 bytes: the digest of its sender's labels (placement/labels.py),
 or `DIFFERENT` once the sender has received another digest. A sender leaves the trailer out while it is the same as in
@@ -12,6 +12,10 @@ from one.
 
 Cost: no message. Where labels change, the trailers and a copy of the values in front of them; at ranks that own nothing
 a copy of the first message from each sender in every allgather.
+
+Where a collective's own messages cannot carry digests, `compare` gathers them before it, in ceil(log2(p)) messages of
+each rank, one after another, 8 (p-1) bytes in all. Source: Bruck, Ho, Kipnis, Upfal and Weathersby, IEEE Trans.
+Parallel Distrib. Syst. 8 (1997).
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.engine.operation import Operation, Waiter, Waking, wakes
+from mpikv.engine.operation import Operation, Steps, Waiter, Waking, wakes
 from mpikv.placement.labels import Comparison
 from mpikv.transports.base import Group, Transport
 
@@ -134,3 +138,24 @@ class _AllgatherReceive(_TrailerReceive):
         self._target[...] = self._values
         if digest is not None:
             self._comparison.compare(digest)
+
+
+def compare(group: Group, comparison: Comparison | None, tag: int) -> Steps[None]:
+    """Compare the digests of all ranks; None, on all: only wait until all have begun. group: of host memory.
+
+    In step k a rank sends the digests that it has by then, its own and those of the next 2^k - 1 ranks, to the rank 2^k
+    before it. So each rank has twice as many after each step.
+    """
+    p, me = group.size, group.rank
+    digests = np.empty(p, TRAILER)  # this rank's, then those of the ranks after it
+    digests[0] = 0 if comparison is None else comparison.own
+    known = 1
+    while known < p:
+        n = min(known, p - known)
+        send = group.isend(digests[:n], (me - known) % p, tag)
+        yield group.irecv(digests[known : known + n], (me + known) % p, tag)
+        yield send
+        known += n
+    if comparison is not None:
+        for digest in digests.tolist():
+            comparison.compare(digest)

@@ -185,10 +185,7 @@ class DistributedStrategy(Strategy):
 
     def _settle(self, call: str) -> None:
         """Wait until what this worker pushed is where it is added, and cannot meet what follows. Blocks."""
-        if (
-            call != "close" and (refused := self.ring.drain(call)) is not None
-        ):  # before the end, all workers agree first
-            raise refused
+        self._drain(call)
         self.owners.settle(call)
 
     def _drain(self, call: str) -> None:
@@ -259,7 +256,7 @@ class DistributedStrategy(Strategy):
     def close(self) -> None:
         """Wait until all workers close. Rounds that all workers have pushed are done first."""
         session = self._session
-        self._settle("close")
+        self.owners.settle("close")  # keys of the ring are drained when all workers have agreed
         common, error = session.leave(matched=session.synchronous)
         refused = self.ring.drain("close", common)
         self.owners.leave()

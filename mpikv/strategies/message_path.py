@@ -1,13 +1,14 @@
-"""The paths "ring" and "native": each worker has the value in its own memory."""
+"""The paths "ring", "mpi" and "native": each worker has the value in its own memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from mpikv.collectives import ring
+from mpikv.collectives import labelled, ring
+from mpikv.collectives.device_group import DeviceGroup
 from mpikv.common.checks import shown
 from mpikv.engine.engine import Engine
 from mpikv.engine.operation import Predicate, Steps
@@ -15,8 +16,10 @@ from mpikv.engine.running import Running
 from mpikv.errors import UnsupportedError
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
+from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.key_path import KeyPath
+from mpikv.spaces.device import DeviceSpace
+from mpikv.strategies.key_path import KeyPath, PathResources
 from mpikv.transports.base import Transport
 
 
@@ -30,6 +33,35 @@ class RingPath(KeyPath):
 
     def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
         return ring.allgather(self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2))
+
+
+class MpiPath(RingPath):
+    """The same ring of values on GPUs, which MPI sends from there and receives there (CUDA-aware MPI).
+
+    The additions are made on the GPU, with the same bits, and none of MPI's reductions is used. If a message had labels
+    behind its values, the host would have to wait for the GPU to read them. So where labels are compared at all,
+    workers send them in short messages from host memory before each round.
+
+    Cost for p workers, beside that of the ring: an event of the stream for each message, and ceil(log2(p)) short
+    messages one after another in each round whose labels are compared.
+    """
+
+    def __init__(self, resources: PathResources, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(resources, info, placement, place)
+        self._of_labels = resources.group
+        device = cast(DeviceSpace, self._space)
+        self._group = DeviceGroup(self._of_labels.transport, self._of_labels.ranks, device)
+
+    def reduce_scatter(
+        self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[SpaceArray | None]:
+        if comparison is not None:
+            # With the tag of the messages that follow, as MPI keeps the order of messages between two ranks.
+            yield from labelled.compare(self._of_labels, comparison, self._tag(1))
+        return (yield from super().reduce_scatter(values, combine, None, changeable=changeable))
+
+    def allgather(self, outs: Sequence[SpaceArray], comparison: Comparison | None) -> Steps[None]:
+        return super().allgather(outs, None)
 
 
 class NativePath(KeyPath):

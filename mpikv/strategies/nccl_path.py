@@ -5,7 +5,7 @@ Value: each worker has a copy in its device memory. Who adds, in which order, an
 One communicator serves all keys on this path, of all stores of the process. NCCL needs its calls in the same order on
 all workers, and a call blocks the GPU's stream until all others have made it. But workers push keys in any order, and
 may wait for one before they push the next. So a round of a key begins with short messages in host memory. By the first
-of them each worker learns that all have pushed the key, and with which labels (collectives/label_exchange.py). Then
+of them each worker learns that all have pushed the key, and with which labels (`labelled.compare`). Then
 worker 0 gives the round the next number and sends it to all. All workers start rounds on the GPU in the order of their
 numbers, each as a whole, while no other generator runs. A round is a reduce-scatter, update and allgather, in arrays
 whose shards are padded to equal lengths; or an allreduce, where nothing updates the key and it is not of halves; or a
@@ -29,7 +29,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpikv.collectives import label_exchange
+from mpikv.collectives import labelled
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.nccl import NcclComm, padded
 from mpikv.collectives.stages import Span
@@ -96,7 +96,7 @@ class NcclPath(KeyPath):
         if comm is None:
             return None
         # It ends only when all have pushed the key.
-        yield from label_exchange.compare(self._group, comparison, self._tag(1))
+        yield from labelled.compare(self._group, comparison, self._tag(1))
         number = yield from self._number(comm)
         yield Predicate(lambda: comm.failure is not None or comm.begun == number)
         if self._all_have_all:

@@ -42,8 +42,7 @@ from mpikv.strategies.divided_path import DividedPath, Speaker
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.hosted_path import HostedPath, OneHostPath
 from mpikv.strategies.key_path import KeyPath, PathResources
-from mpikv.strategies.message_path import Communicators, NativePath, RingPath
-from mpikv.strategies.mpi_path import MpiPath
+from mpikv.strategies.message_path import Communicators, MpiPath, NativePath, RingPath
 from mpikv.strategies.nccl_path import NcclPath
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.queues import RoundQueue, rounds
