@@ -32,14 +32,6 @@ DEVICE_WINDOW = 2
 Span = tuple[int, int]  # elements [begin, end) of a buffer
 
 
-class Outgoing(Protocol):
-    """(rank, array) of each message: a list, or an object that makes each entry when asked, once and in order."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int, /) -> tuple[int, HostArray]: ...
-
-
 class Ends(Protocol):
     """What sends and receives messages: a group, or an object that numbers the ranks in its own way."""
 
@@ -106,11 +98,13 @@ class Sender:
     segments: (rank of the group, array). ready: returns how many of them, from the first on, may be sent by now.
     """
 
-    def __init__(self, group: Ends, segments: Outgoing, tag: int, window: int, ready: Callable[[], int]) -> None:
+    def __init__(
+        self, group: Ends, segments: Sequence[tuple[int, HostArray]], tag: int, window: int, ready: Callable[[], int]
+    ) -> None:
         self._group, self._segments, self._tag, self._window, self._ready = group, segments, tag, window, ready
         self._under_way: deque[Operation] = deque()
         self._sent = 0
-        self.done = not len(segments)
+        self.done = not segments
 
     @property
     def left(self) -> int:

@@ -54,13 +54,6 @@ class Lock:
             raise
         self._entered.append(context)
 
-    def acquire(self, blocking: bool = True) -> bool:
-        """Take the lock alone: for who does nothing on a GPU."""
-        return self._lock.acquire(blocking)
-
-    def release(self) -> None:
-        self._lock.release()
-
     def __exit__(self, *error: Any) -> None:
         try:
             self._entered.pop().__exit__(*error)

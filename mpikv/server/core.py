@@ -20,13 +20,14 @@ from mpikv.arrays.as_numpy import HostArray, dtype_of
 from mpikv.codecs import compression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
+from mpikv.hostmemory.allocator import Allocator
 from mpikv.observe.recorder import Recorder
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 from mpikv.placement.keys import KeyInfo
 from mpikv.server.device_copies import DeviceCopies
 from mpikv.server.events import Batch, Event, Fetch, PendingPull, Refusal, ServerReply
-from mpikv.server.memory import Pool, Source
+from mpikv.server.memory import Pool
 from mpikv.server.policy import Policy
 from mpikv.server.rows import RowCore
 from mpikv.server.shard import ServedShard
@@ -52,7 +53,7 @@ class ServerCore:
         self,
         labels: Sequence[str],
         policy: Callable[[int], Policy],
-        memory: Source | None = None,
+        memory: Allocator | None = None,
         space: Space | None = None,
         device: DeviceSpace | None = None,
         *,

@@ -15,22 +15,13 @@ Free arrays are kept, `Pool.held_bytes` in all; that never grows beyond what was
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
+from mpikv.hostmemory.allocator import Allocator
 from mpikv.spaces.base import Space
-
-
-class Source(Protocol):
-    """An allocator of memory that other ranks can read."""
-
-    def take(self, n_bytes: int) -> HostArray | None:
-        """(n_bytes,) of uint8; None when there is not enough left."""
-
-    def give(self, array: HostArray) -> None:
-        """Give back what `take` returned."""
 
 
 class Pool:
@@ -39,7 +30,7 @@ class Pool:
     held_bytes: of all arrays that it has made and not freed, in use or not.
     """
 
-    def __init__(self, source: Source | None, space: Space) -> None:
+    def __init__(self, source: Allocator | None, space: Space) -> None:
         self.held_bytes, self._space, self._source = 0, space, source
         self._free: dict[int, list[HostArray]] = {}
         self._referred: dict[int, tuple[HostArray, Callable[[], None]]] = {}  # by the array's id

@@ -73,7 +73,6 @@ class DistributedStrategy(Strategy):
     def __init__(self, session: Workers, ring: RingKeys, owners: OwnedKeys) -> None:
         self._session, self.ring, self.owners, self.rows = session, ring, owners, owners.rows
         owners.first_values = ring.first_values
-        self._cuts: dict[int, int] = {}
         agreed = None if ring.communicators is None else ring.agreed
         self.events = KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed)
 
@@ -82,15 +81,11 @@ class DistributedStrategy(Strategy):
     def init(self, values: Sequence[NewKey]) -> None:
         first_values = self.ring.first_values
         if self._session.rank == 0:
-            for new in values:
-                if not new.sparse:
-                    first_values[new.key] = new.value
-        self.rows.propose(values)
+            first_values.update({new.key: new.value for new in values})
         agreed, error = self._session.agree_on_keys(values)
         self.ring.wait_for_values(agreed)
         for new in values:
             first_values.pop(new.key, None)
-        self.rows.drop_first_rows(values)
         if error is not None:
             raise error
 
@@ -115,9 +110,12 @@ class DistributedStrategy(Strategy):
         """Whether owners have elements of a key, or all of its none."""
         return cut < info.n_elems or info.sparse or (not info.n_elems and not self._session.members.workers_own)
 
+    def _cut(self, info: KeyInfo) -> int:
+        """Where the elements of owners begin."""
+        return self.ring.cuts.get(info.id, info.n_elems if info.id in self.ring.queues else 0)
+
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         cut, in_ring, place, of_owners = reserved
-        self._cuts[info.id] = cut
         members = self._session.members
         if members.divides:
             self._session.log.detail(lambda: described.cut(members, info, cut))
@@ -130,7 +128,6 @@ class DistributedStrategy(Strategy):
             self.ring.begin(info, place)
 
     def _broken(self, info: KeyInfo) -> None:
-        del self._cuts[info.id]
         self.ring.forget(info)
         self.owners.forget(info)
 
@@ -143,7 +140,7 @@ class DistributedStrategy(Strategy):
         if not self.owners.has_owners:  # as on one host: no key has any
             return self.ring.prepare(entries, op, waits=waits)
         if op.whole and self._session.members.servers:
-            on_servers = [one for one in entries if self._cuts[one.info.id] < one.info.n_elems]
+            on_servers = [one for one in entries if self._cut(one.info) < one.info.n_elems]
             if on_servers:
                 return self.owners.calls.prepare(on_servers, op)  # which refuses it
         queues = self.ring.queues
@@ -163,11 +160,11 @@ class DistributedStrategy(Strategy):
         slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
         moved = [] if optimizer.elementwise else self._divided(slot)
         # Divided keys go to the servers whole first, where the optimizer needs all of a key at one owner.
-        before_cut = {info.id: self.ring.queues[info.id].value()[: self._cuts[info.id]] for info in moved}
+        before_cut = {info.id: self.ring.queues[info.id].value()[: self._cut(info)] for info in moved}
         self.owners.use_optimizer(slot, pickled, key_ids, elementwise=optimizer.elementwise, before_cut=before_cut)
         with self._session.engine.lock:
             for info in moved:
-                self._cuts[info.id] = self.ring.cuts[info.id] = 0
+                self.ring.cuts[info.id] = 0
         if self.ring.in_use:
             self.ring.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
 
@@ -198,7 +195,7 @@ class DistributedStrategy(Strategy):
         """None without servers: there each key has owners of one kind, which their number decides."""
         if not self._session.members.divides:
             return {}
-        return {info.key: self._cuts[info.id] for info in self._session.in_order() if not info.sparse}
+        return {info.key: self._cut(info) for info in self._session.in_order() if not info.sparse}
 
     def save_states(self, write: Write) -> None:
         self._settle_all(SAVE)
@@ -247,7 +244,7 @@ class DistributedStrategy(Strategy):
         of_ring, found = self.ring.stats(), dict(self.owners.stats())
         dense = [info for info in self._session.in_order() if not info.sparse and info.n_elems]
         if self._session.members.divides:
-            found["servers_take"] = {str(info.key): 1 - self._cuts[info.id] / info.n_elems for info in dense}
+            found["servers_take"] = {str(info.key): 1 - self._cut(info) / info.n_elems for info in dense}
         for name, value in of_ring.items():
             there = found.get(name)
             found[name] = value if there is None else there | value if isinstance(value, dict) else there + value

@@ -2,10 +2,9 @@
 
 The memory has three ranges of equal length. The first begins with the counters and slots of the direct path. Behind
 them are the keys' values, and blocks for arrays of `store.empty`, which have a range of the same length for every
-worker. The second has the keys' counters (collectives/host_key), each key's behind a word that is set when the key's
-first value has been written. Worker 0 allocates in these two ranges, one key or block after another, at the same
-offsets on every host; the others get the offsets when they agree on a key or an array. Nothing is ever freed. The third
-is divided among the workers, for values that the others of the host read.
+worker. The second has the keys' counters (collectives/host_key). Worker 0 allocates in these two ranges, one key or
+block after another, at the same offsets on every host; the others get the offsets when they agree on a key or an array.
+Nothing is ever freed. The third is divided among the workers, for values that the others of the host read.
 
 A worker gets no message when another of its host changes a counter that it waits for. So each worker keeps a log in
 shared memory: a ring buffer with an entry for each counter that it has changed, and the number of all entries so far.
@@ -21,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, sum_dtype
-from mpikv.collectives.host_key import HostKey, Place, counters_bytes
+from mpikv.collectives.host_key import GATHERED, HostKey, Place, counters_bytes
 from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
-from mpikv.engine.operation import Steps, Waiter, Waking
+from mpikv.engine.operation import Steps, Waiter
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Allocator
 from mpikv.hostmemory.counters import Counters, table_bytes
@@ -42,22 +41,6 @@ class ArrayBlock(NamedTuple):
 
     begin: int
     stride: int
-
-
-class ValuePublished(Waking):
-    """A request that is done when a key's first value has been written to its place."""
-
-    __slots__ = ("_hosts", "_place")
-
-    def __init__(self, hosts: HostKeys, place: Sequence[int]) -> None:
-        self._hosts, self._place = hosts, place
-
-    def test(self) -> bool:
-        return self._hosts.is_published(self._place)
-
-    def wakes(self, waiter: Waiter) -> bool:
-        self._hosts.wait(self._place[1], waiter)
-        return True
 
 
 class HostKeys:
@@ -89,9 +72,8 @@ class HostKeys:
     def reserve_key(self, n_bytes: int) -> Place | None:
         """Allocate the place of a key, on every host, at worker 0. None when the memory is full on one of them."""
         value = self._values.reserve(n_bytes)
-        # Before the counters is the word that is set when the first value is published, in a cache line of its own.
-        counters = None if value is None else self._counters.reserve(ALIGN_BYTES + counters_bytes(self._most_ranks))
-        return None if value is None or counters is None else Place(value, counters + ALIGN_BYTES)
+        counters = None if value is None else self._counters.reserve(counters_bytes(self._most_ranks))
+        return None if value is None or counters is None else Place(value, counters)
 
     def reserve_arrays(self, n_bytes: int) -> int | None:
         """Allocate a block of `n_bytes` for each worker. Returns its offset; None as in `reserve_key`."""
@@ -160,17 +142,17 @@ class HostKeys:
         n_elems = first[0].size + second[0].size
         return [self.memory.array(self.memory.offset_of(one) or 0, n_elems, one.dtype) for one in first]
 
-    # --- first values
+    # --- first values: `GATHERED` of the host's first worker, before the first round. Many keys need no `HostKey`.
 
     def publish(self, place: Sequence[int]) -> None:
-        """Publish to the others of the host that the key's first value has been written to its place."""
+        """Count, as the first worker, that the key's first value has been written to its place."""
         if not ORDERED:
             fence()
-        self._words[(place[1] - ALIGN_BYTES) // WORD_BYTES] = 1
+        self._words[place[1] // WORD_BYTES + GATHERED] = 1
         self._count(place[1])
 
     def is_published(self, place: Sequence[int]) -> bool:
-        there = self._words[(place[1] - ALIGN_BYTES) // WORD_BYTES] == 1
+        there = self._words[place[1] // WORD_BYTES + GATHERED] > 0
         if not ORDERED:
             fence()
         return there

@@ -9,13 +9,12 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.collectives import hosted, one_host
-from mpikv.collectives.host_key import HostKey
+from mpikv.collectives.host_key import GATHERED, HostKey
 from mpikv.engine.operation import Steps
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import Comparison
 from mpikv.placement.placement import Placement
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.host_keys import ValuePublished
 from mpikv.strategies.key_path import KeyPath, PathResources
 
 
@@ -58,7 +57,7 @@ class OneHostPath(SharedPath):
 
     def broadcast(self) -> Steps[None]:
         if not self.broadcast_now():
-            yield ValuePublished(self._hosts, self.place)
+            yield self._key.awaited([0], GATHERED, 1)
 
     def broadcast_now(self) -> bool:
         """Publish the value at rank 0; other ranks check whether it is published. Not used for keys on a GPU."""

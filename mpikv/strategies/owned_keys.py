@@ -62,13 +62,12 @@ class OwnService(NamedTuple):
 class OwnedKeys:
     """Those of one worker. own: the owner inside of it, if any.
 
-    speaker: asks for the servers' parts of divided keys. first_values: at worker 0, of dense keys that are being agreed
-    on.
+    speaker: asks for the servers' parts of divided keys. first_values: at worker 0, of keys that are being agreed on.
     """
 
     def __init__(self, session: Workers, own: OwnService | None = None) -> None:
         self._session = session
-        self.first_values: dict[Key, SpaceArray] = {}
+        self.first_values: dict[Key, Any] = {}
         members = self._members = session.members
         self._servers, self._own = members.owners, own
         if not members.workers_own and (problem := too_many(len(self._servers), "servers")):
@@ -126,7 +125,7 @@ class OwnedKeys:
         if not self.has_owners:
             self._begin_owners()
         if info.sparse:
-            self.rows.begin(info)
+            self.rows.begin(info, None if self._rank else self.first_values[info.key])
             return
         wire_ = compression.wire_of(info)
         placement = as_announced(self._members, info, reserved, wire_)

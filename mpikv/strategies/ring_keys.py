@@ -33,7 +33,6 @@ from mpikv.placement.place import place
 from mpikv.placement.placement import Placement
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
-from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import Entry, PreparedCall
 from mpikv.strategies.copied_path import CopiedPath
@@ -63,7 +62,7 @@ class RingKeys:
     """Those of one worker. members: the workers alone; with owners beside them in a store that has no such keys.
 
     queues: by the keys' numbers. owner: applies optimizers to this worker's shards.
-    first_values: at worker 0, of dense keys that are being agreed on. hosts, direct, communicators, nccl: for the paths
+    first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators, nccl: for the paths
     that need them. cuts: of keys on the path "divided", by their numbers: where the elements of servers begin. speaker:
     asks servers for these.
     """
@@ -82,7 +81,7 @@ class RingKeys:
         self._session, self._members = session, members
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
-        self.first_values: dict[Key, SpaceArray] = {}
+        self.first_values: dict[Key, Any] = {}
         self.hosts: HostKeys | None = None
         self.direct: Direct | None = None
         self.communicators: Communicators | None = None

@@ -26,10 +26,10 @@ from mpikv.engine.operation import Operation, Steps
 from mpikv.errors import MpikvError
 from mpikv.observe.stall import Waiting
 from mpikv.placement import described
-from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import PushLabel, scaled
 from mpikv.placement.place import place_rows
-from mpikv.session.base import NewKey, Pending
+from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
 from mpikv.strategies.exchange import Client, wait_for_tags
 from mpikv.transports import wire
@@ -67,26 +67,15 @@ class RowClient:
     def __init__(self, session: Workers, client: Client, labels: Sequence[str]) -> None:
         self._session, self._client, self._labels = session, client, labels
         self._keys: dict[int, _Key] = {}
-        self._first_rows: dict[Key, RowSparse] = {}  # at worker 0, of keys that are being agreed on
 
     # --- keys
 
-    def propose(self, values: Sequence[NewKey]) -> None:
-        """Keep the first rows of these keys, at worker 0, until all workers have agreed on them."""
-        if self._session.rank == 0:
-            self._first_rows.update({new.key: new.value for new in values if isinstance(new.value, RowSparse)})
-
-    def drop_first_rows(self, values: Sequence[NewKey]) -> None:
-        for new in values:
-            self._first_rows.pop(new.key, None)
-
-    def begin(self, info: KeyInfo) -> None:
-        """Add a key; worker 0 sends its first rows to the owners. Under the engine's lock."""
+    def begin(self, info: KeyInfo, first: RowSparse | None) -> None:
+        """Add a key. first: the rows that worker 0 sends to the owners; None elsewhere. Under the engine's lock."""
         key = self._keys[info.id] = _Key(info, place_rows(self._session.members, info))
         self._session.log.detail(lambda: described.rows(self._session.members, info))
-        if self._session.rank:
+        if first is None:
             return
-        first = self._first_rows.pop(info.key)
         for rows in self._by_owner(key, first.indices, key.owners):
             begin, end = key.bounds[rows.owner : rows.owner + 2]
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": begin, "end": end}

@@ -13,7 +13,7 @@ import pytest
 
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.collectives import hosted, one_host, ring
-from mpikv.collectives.host_key import HostKey, Place, counters_bytes
+from mpikv.collectives.host_key import GATHERED, HostKey, Place, counters_bytes
 from mpikv.collectives.labelled import TRAILER_BYTES, AllgatherGroup, ReduceScatterGroup
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_WINDOW
 from mpikv.engine.operation import wakes
@@ -24,7 +24,7 @@ from mpikv.placement.labels import Comparison, Label
 from mpikv.placement.links import LINK_SEGMENT_BYTES
 from mpikv.placement.place import host_bounds
 from mpikv.placement.topology import topology
-from mpikv.strategies.host_keys import LOG_ENTRIES, HostKeys, ValuePublished
+from mpikv.strategies.host_keys import LOG_ENTRIES, HostKeys
 from mpikv.testing.ranks import run_collective
 from mpikv.testing.reference import add
 from mpikv.transports.threads import Fabric
@@ -172,25 +172,26 @@ def test_who_waits_for_a_key_is_woken_by_its_counts_and_its_first_value_alone() 
     places = [ranks[0].reserve_key(40) for _ in range(6)]
     keys = [[one.key(place, 10, F32) for place in places] for one in ranks]
     woken = [mock.Mock() for _ in places]
-    for key, waiter in zip(keys[0][:5], woken, strict=False):
+    for key, waiter in zip(keys[2][:5], woken, strict=False):
         assert key.wakes(waiter)
-    first = ValuePublished(ranks[0], places[5])
+    first = keys[2][5].awaited([0], GATHERED, 1)
     assert not first.test()
     assert wakes(first, woken[5])
 
     def counts() -> list[int]:
-        ranks[0].test()
+        ranks[2].test()
         return [waiter.wake.call_count for waiter in woken]
 
     keys[1][3].count(3, 1)
-    keys[2][1].count(3, 1)
-    keys[0][0].count(3, 1)  # its own counts wake nobody
+    keys[0][1].count(3, 1)
+    keys[2][0].count(3, 1)  # its own counts wake nobody
     assert counts() == [0, 1, 0, 1, 0, 0]
-    ranks[1].value(places[5], 10, F32)[...] = 3
-    ranks[1].publish(places[5])
+    ranks[0].value(places[5], 10, F32)[...] = 3
+    ranks[0].publish(places[5])
     assert (counts(), first.test()) == ([0, 1, 0, 1, 0, 1], True)
-    assert list(ranks[0].value(places[5], 10, F32)) == [3] * 10
-    assert keys[0][5].counted(1, 3) == 0  # no counter of a round
+    assert [one.is_published(places[5]) for one in ranks] == [True] * 3
+    assert not ranks[1].is_published(places[4])
+    assert list(ranks[2].value(places[5], 10, F32)) == [3] * 10
     keys[1][3].count(3, 2)
     assert counts()[3] == 1  # it has not said that it waits again
     for _ in range(3 * LOG_ENTRIES):  # the log has been written over: whoever waits had better look
