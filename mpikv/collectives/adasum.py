@@ -1,22 +1,15 @@
 """Adasum: one vector of all ranks' vectors, in which what several of them have in common counts once.
 
-For two vectors: `Adasum(a, b) = (1 - a·b / (2 |a|²)) a + (1 - a·b / (2 |b|²)) b`. Orthogonal vectors are added,
-parallel ones averaged; for others the result lies between, by their angle. Where a vector is zero its factor is 1, and
-the other vector is the result.
-
-More vectors are combined in pairs. With W ranks and P the largest power of two in W, rank P + i is *folded* first: it
-sends its vector to rank i, which combines the two. Then the first P ranks are combined as a tree: rank 0 with 1, 2 with
-3, ..., then the results of these pairs with each other, until one is left.
+docs/semantics.md ("Adasum") has the formula for two vectors, the order in which those of more ranks are combined in
+pairs, and what becomes of a NaN. With W ranks and P the largest power of two in W, rank P + i is *folded* first: it
+sends its vector to rank i, which combines the two. Then the first P ranks are combined as a tree.
 
 Each of the log2(P) steps halves what a rank holds (recursive halving, with the ranks in an order in which partners are
 neighbours first): partners exchange halves, so that of one half each has both vectors. The vectors of a step's pair lie
 in parts on all ranks that were combined so far. So each rank calculates the three products `a·a`, `a·b`, `b·b` of its
 part in float64, and these ranks add them up by recursive doubling, before each combines its part. The same exchanges
-backwards bring the whole result to all.
-
-Every element of the result is made by one rank and copied by the others, and the products are added in an order that
-the ranks alone decide: all ranks have the same bits. A NaN or an infinity makes a product, and so a whole vector, NaN;
-so does a float64 vector whose squares overflow (elements from about 1e154 on).
+backwards bring the whole result to all. Every element is made by one rank and copied by the others, and the products
+are added in an order that the ranks alone decide: all ranks have the same bits.
 
 Cost per rank: 2 log2(P) messages with 2n(P-1)/P elements, and (log2(P) + 1) log2(P) / 2 messages of 24 bytes (the
 folded ranks and their partners: 2n elements more, and products of n); 3n multiplications and additions in float64 and
@@ -146,7 +139,7 @@ def _added(group: Group, products: Products, partners: Sequence[int], tag: int) 
 
 def _products(one: HostArray, other: HostArray) -> Products:
     found = np.zeros(3)
-    with np.errstate(all="ignore"):  # infinities, and squares that overflow: see above
+    with np.errstate(all="ignore"):  # infinities, and squares that overflow (docs/semantics.md)
         for begin in range(0, one.size, BLOCK_ELEMS):
             a = one[begin : begin + BLOCK_ELEMS].astype(np.float64)
             b = other[begin : begin + BLOCK_ELEMS].astype(np.float64)

@@ -2,13 +2,8 @@
 
 A message of a reduce-scatter ends with a *trailer* of 8 bytes: the digest of its sender's labels (placement/labels.py),
 or `DIFFERENT` once the sender has received another digest. A sender leaves the trailer out while it is the same as in
-its last message to this receiver, in the rounds of the same queue. The messages by which one chunk is added connect all
-ranks. So where digests differ, one of these messages reaches a rank with another digest, all later messages carry
-`DIFFERENT`, and the chunk's owner receives it.
-
-So owners know of different labels before they update. A rank that owns nothing learns it in the allgather: where
-digests differ, the first message from each sender ends with a trailer, and each sender is an owner or has received it
-from one.
+its last message to this receiver, in the rounds of the same queue. Why owners know of different labels before they
+update, and the others by the first message of the allgather from each sender, says docs/adr/0013.
 
 Cost: no message. Where labels change, the trailers and a copy of the values in front of them; at ranks that own nothing
 a copy of the first message from each sender in every allgather.

@@ -2,11 +2,7 @@
 
 A communicator has one rank on each GPU. Its calls are put into a stream; they must come in the same order on all ranks,
 and each of them waits on the GPU for those of the others. The chunks of all ranks have equal lengths: the caller pads
-the last ones.
-
-NCCL requires that the calls of two communicators on one GPU never wait for each other in a circle. So a process has one
-communicator for a set of GPUs, which all its stores use (nccl_setup.py), and all stores put their calls in one order
-(strategies/nccl_path.py).
+the last ones. A process has one communicator for a set of GPUs, which all its stores use (docs/adr/0021).
 
 Cost per rank of n bytes over p ranks: about n(p-1)/p for a reduce-scatter or an allgather, twice that for an allreduce.
 The order of addition is NCCL's, so bits differ from those of other algorithms, and may differ with NCCL's version, the

@@ -1,13 +1,12 @@
 """Makes a communicator of NCCL for the workers of a store. A failure returns its reason and is no error.
 
 Every worker sends all others the version of its NCCL, or why it has none, and the first one the unique id by which the
-ranks find each other. If no worker has a problem, each makes its rank of the communicator. That call blocks in NCCL
-until all ranks have made it, without a time limit, so it runs in a thread that the worker waits for. Then all send each
-other whether it has succeeded. If one has failed, or was too slow, no worker uses a communicator; a thread that NCCL
-never returns to stays behind and does no harm.
+ranks find each other. If no worker has a problem, each makes its rank of the communicator, in a thread that the worker
+waits for (why: docs/adr/0021). Then all send each other whether it has succeeded. If one has failed, or was too slow,
+no worker uses a communicator.
 
-If every process still has a communicator of the same GPUs in the same order, that one is used again (the reason is in
-nccl.py). So communicators are cached here for the whole process, as they are in NCCL itself.
+If every process still has a communicator of the same GPUs in the same order, that one is used again (nccl.py). So
+communicators are cached here for the whole process, as they are in NCCL itself.
 
 Cost: two messages from all to all, and NCCL's: from a tenth of a second to some seconds.
 """

@@ -6,14 +6,8 @@ In a synchronous store without servers the owners are services in the workers, a
 Of S bytes let the servers take the share s. Each of h hosts of workers sends, and receives, 2(h-1)/h (1-s) S among the
 workers, and s S to and from the servers, whatever the number of its workers, who add in memory first. A host with m of
 k servers receives, and sends, h m/k s S. (Where workers of a host do not add, h is there the number of workers, and
-each of them sends s S.) The best s is the one where the slowest link ends first. With equal links that is where workers
-and servers end together:
-
-    2(h-1)/h (1-s) + s = h s/k
-
-So a key takes, in units of S over a link's rate, with h=4: 1.5 among the workers alone, and with k = 1, 2, 4 servers
-1.33, 1.2, 1.0. Source: Jiang et al., OSDI 2020 (BytePS), section 3, which does it with machines of several GPUs. A
-server's link is taken to be busy for `SERVER_LINK` times as long as its bytes take.
+each of them sends s S.) The best s is the one where the slowest link ends first; docs/gradient.md ("Where a key is
+cut") has the times. Source: Jiang et al., OSDI 2020 (BytePS), section 3, which does it with machines of several GPUs.
 
 A key that is so short that messages cost more than bytes goes to one side whole, where it ends first; so does one for
 which the cut saves too little, or of which servers would take less than `LEAST_BYTES`. Row-sparse keys, and those in

@@ -1,15 +1,9 @@
 """The choice of the path for keys in GPUs' memory: one value for a store, which all workers agree on when it is made.
 
-Every worker reports whether it uses a GPU, and which. The path is the first of these that works for all workers, or the
-one that MPIKV_DEVICE_PATH names:
-
-- `nccl`: each worker has a GPU of its own, and all could make a communicator of NCCL. The order of its sums, and so
-  their last bits, is NCCL's own;
-- `mpi`: the MPI library takes device memory on every host;
-- `host`: works always: values are copied through host memory. A single worker copies nothing;
-- `none`: keys are in host memory, since some worker has no GPU.
-
-Where servers own the keys, values from a worker's GPU go to them, and back, by the path `host`.
+Every worker reports whether it uses a GPU, and which. The path is the first of `PATHS` that works for all workers, or
+the one that MPIKV_DEVICE_PATH names; docs/gpu.md ("Which way arrays go") says what each of them needs. `none`: keys are
+in host memory, since some worker has no GPU. Where servers own the keys, values from a worker's GPU go to them, and
+back, by the path `host`.
 
 Whether `nccl` and `mpi` work is found out by a trial, in which all workers take part. A path is tried only when no
 better one works and nothing else rules it out: so `choose` takes the outcomes of the trials made so far, and `settle`

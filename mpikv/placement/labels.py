@@ -2,18 +2,13 @@
 
 Each push has a *label*: the attributes of the key's optimizer that the owner is to apply, and how the workers' values
 are combined (`op`). In a synchronous round the labels of all workers must be equal. Where they differ, no owner updates
-anything, and all workers raise an error with each worker's settings (session/rules.py).
+anything, and all workers raise an error with each worker's settings (session/rules.py). How they are compared says
+docs/adr/0013: workers compare digests of 64 bits, servers the labels themselves.
 
-One attribute may differ, the *factor*: `rescale_grad`, which `Trainer.step(batch_size)` sets, and which differs in the
-last, short batch of an epoch. Owners always apply the factor that all have agreed on: the one that the optimizer was
-set with, for a trainer that of its first step. A worker with another one multiplies its own values by the ratio of the
-two when it copies them. Values that cannot be scaled so (integers; pushes of asynchronous stores, or of one worker,
-which are not added; any where the agreed factor is 0) have the worker's own factor in their label instead.
-
-Workers compare digests of 64 bits, for which no message is sent: they are behind messages of a reduce-scatter
-(collectives/labelled.py), beside the counters in a host's memory (collectives/host_key.py), and in the mark by which
-workers find out that they make the same call (strategies/direct.py). Servers know all attributes, by their numbers, and
-compare the labels themselves (server/policy.py).
+One attribute may differ, the *factor* (`rescale_grad`): owners always apply the one that all have agreed on, and a
+worker with another one multiplies its own values by the ratio of the two when it copies them (docs/adr/0031). Values
+that cannot be scaled so (integers; pushes of asynchronous stores, or of one worker, which are not added; any where the
+agreed factor is 0) have the worker's own factor in their label instead.
 """
 
 from __future__ import annotations

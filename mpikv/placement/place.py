@@ -4,19 +4,9 @@
 `place` computes the key's `Placement`. All of that depends only on what the ranks agreed on at `init`, so each rank
 computes it by itself without a message. Whether a key has other owners is in cut.py, and who they are in owners.py.
 
-The paths (`PATHS` in strategies/ring_keys.py):
-
-- `direct`: all workers are on one host, and add in memory that they share.
-- `hosted`: several workers on some hosts: each host adds in its memory, and a ring connects the hosts.
-- `divided`: `hosted` or `ring` for the elements before the key's cut, of which servers own the others: one worker of
-  each host sends them the host's sum of these, or each worker its own where they do not add on hosts.
-- `ring`: a ring of all workers, by messages.
-- `native`: MPI's own collectives add and distribute the keys.
-- `owners`: any rank owns shards: server ranks, or services inside the workers, to which values are sent straight.
-
-Keys whose arrays are in GPUs' memory take the path that the workers settled on for them (device_paths.py), where shards
-are whole cache lines: `nccl` (in an order of its own), `mpi` (as `ring`), or `host`: values are copied to the host,
-take one of the paths above (`Placement.host`) there, and are copied back.
+docs/architecture.md has a table of the paths, and `PATHS` in strategies/ring_keys.py has their code. Keys whose arrays
+are in GPUs' memory take the path that the workers settled on for them (device_paths.py), where shards are whole cache
+lines; by `host` values are copied to the host, take another path there (`Placement.host`), and are copied back.
 """
 
 from __future__ import annotations

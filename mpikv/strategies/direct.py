@@ -2,10 +2,7 @@
 
 A call that can take this path becomes a `DirectCall`, which is kept and used again when the caller passes the same
 arrays again. At each call the workers find out whether all of them make the same one (hostmemory/common_calls.py). If
-so, they make it together, without a message; if not, the call goes through the keys' queues, with the same bits.
-
-The newest value of a key is at its place in shared memory, once for all workers. After a call that added in place it is
-in the arrays of that call instead, until another kind of push copies it to the key's place.
+not, the call goes through the keys' queues, with the same bits. Where the newest value is then: docs/adr/0015.
 """
 
 from __future__ import annotations

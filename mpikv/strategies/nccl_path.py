@@ -2,21 +2,16 @@
 
 Value: each worker has a copy in its device memory. Who adds, in which order, and what is sent: NCCL decides.
 
-One communicator serves all keys on this path, of all stores of the process. NCCL needs its calls in the same order on
-all workers, and a call blocks the GPU's stream until all others have made it. But workers push keys in any order, and
-may wait for one before they push the next. So a round of a key begins with short messages in host memory. By the first
-of them each worker learns that all have pushed the key, and with which labels (`labelled.compare`). Then
-worker 0 gives the round the next number and sends it to all. All workers start rounds on the GPU in the order of their
-numbers, each as a whole, while no other generator runs. A round is a reduce-scatter, update and allgather, in arrays
-whose shards are padded to equal lengths; or an allreduce, where nothing updates the key and it is not of halves; or a
-reduction and a broadcast, where one worker updates all of it. Keys on other paths have no such number and wait for
-none: docs/adr/0021 says why both kinds can be in progress at the same time.
+One communicator serves all keys on this path, of all stores of the process, and NCCL needs its calls in the same order
+on all workers (docs/adr/0021). But workers push keys in any order. So a round of a key begins with short messages in
+host memory. By the first of them each worker learns that all have pushed the key, and with which labels
+(`labelled.compare`). Then worker 0 gives the round the next number and sends it to all. All workers start rounds on the
+GPU in the order of their numbers, each as a whole, while no other generator runs. A round is a reduce-scatter, update
+and allgather, in arrays whose shards are padded to equal lengths; or an allreduce, where nothing updates the key and it
+is not of halves; or a reduction and a broadcast, where one worker updates all of it.
 
 A round that cannot end, because a worker has died after it had sent its first messages, is aborted after the store's
 time limit. Whoever waits for the key gets StallError, and the store cannot be used any more.
-
-The bits are NCCL's: the same on all workers, but not those of the other paths, nor the same with another number of GPUs
-or another version of NCCL.
 
 Cost for p workers: NCCL's, a copy of the values, and ceil(log2(p)) + 1 short messages one after another in each round,
 p-1 more at worker 0. The first value is broadcast through host memory. Memory: the value, and the buffer that is added.

@@ -1,7 +1,7 @@
 """Messages between ranks of one host through the memory that they share; to all other ranks through MPI.
 
-This is a transport over another one, for a store with servers. Between ranks that share memory a message takes the
-shortest of three paths, and its receiver need not know which:
+This is a transport over another one, for a store with servers (docs/adr/0011). Between ranks that share memory a
+message takes the shortest of three paths, and its receiver need not know which:
 
 - A short message stands behind its record in a ring (rings.py); it is copied in and out.
 - A message that lies in shared memory already is read there (*by reference*): the record says where it is. It counts as
@@ -9,11 +9,8 @@ shortest of three paths, and its receiver need not know which:
 - A long message is announced by its record. When the receiver wants it, the sender copies it into its *slots*, piece by
   piece, and the receiver reads it there by reference. Where a slot is free, a few are copied at once, unasked.
 
-`borrow` receives without a copy: the receiver reads from the sender's memory until it gives it back. So a server adds
-gradients where the workers have put them, and the workers copy values from where the server has them.
-
-There are enough slots for every long message that is wanted: receivers hold at most `HELD` of one sender, and
-`EAGER` may lie unread with receivers that do not want them yet.
+`borrow` receives without a copy: the receiver reads from the sender's memory until it gives it back. There are enough
+slots for every long message that is wanted: receivers hold at most `HELD` of one sender, and `EAGER` may lie unread.
 
 Cost: a record for a short message, two for one by reference, four for a long one; nothing of MPI. A slot's copy stays
 in the cache. Memory: one ring in each direction for every pair that talks; `EAGER + 1 + HELD` slots for each receiver.
