@@ -83,7 +83,7 @@ class InPlace(NamedTuple):
 class Item(NamedTuple):
     """One key of a call, or those of its shards that are sent in the same manner.
 
-    total: what is pushed, flat, in host memory or in memory that MPI can send from. round: how often the key has been
+    total: what is pushed, flat, in host memory or, within the process, on a GPU. round: how often the key has been
     pushed, this push included. attributes: their number. op: how the totals of all workers are combined. flags: of the
     header: whether the push and the answer are uncompressed, whatever the key's codec.
     """

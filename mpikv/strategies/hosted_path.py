@@ -36,7 +36,7 @@ class SharedPath(KeyPath):
 
     @property
     def _key(self) -> HostKey:
-        """The key's counters and buffers. Made by the first round: some keys have none."""
+        """The key's counters and buffers. Made when it is needed: some keys have none."""
         if self._shared_key is None:
             self._shared_key = self._hosts.key(self.place, self._info.n_elems, self._info.dtype)
         return self._shared_key

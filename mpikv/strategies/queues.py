@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 class Round(NamedTuple):
     """One push of a queue's values.
 
-    values: in the dtype of the queue's path, unless they are on a GPU (`RoundQueue.device_values`). under: what they
-    were pushed under (labels.py). borrowed: whether `values` is the caller's array. changeable: whether the round may
-    overwrite it. outs: the caller's arrays that the round writes the value to.
+    values: in the dtype of the queue's path, unless they are on a GPU. under: what they were pushed under (labels.py).
+    borrowed: whether `values` is the caller's array. changeable: whether the round may overwrite it. outs: the caller's
+    arrays that the round writes the value to.
     """
 
     values: SpaceArray
@@ -81,10 +81,8 @@ class RoundQueue:
     done: the numbers of rounds. refused: the error of the round after the last one that is done.
     """
 
-    def __init__(self, info: KeyInfo, space: Space) -> None:
-        self.info, self.space = info, space
-        self.path: KeyPath
-        self.stored: SpaceArray
+    def __init__(self, info: KeyInfo, space: Space, path: KeyPath) -> None:
+        self.info, self.space, self.path, self.stored = info, space, path, path.value
         self.direct_calls = KeyDirectCalls(info.id)
         self.waiting: deque[Round] = deque()
         self.pushed = 0
@@ -94,9 +92,6 @@ class RoundQueue:
         self.running: Running[None] | None = None
         self.refused: ConfigError | None = None
         self.deliveries: list[Delivery] = []
-
-    def use_path(self, path: KeyPath) -> None:
-        self.path, self.stored = path, path.value
 
     @property
     def placement(self) -> Placement:
@@ -145,14 +140,6 @@ class RoundQueue:
     def add(self, round_: Round) -> None:
         self.pushed += 1
         self.waiting.append(round_)
-
-    def device_values(self, round_: Round) -> Steps[SpaceArray]:
-        """The values of a round on a GPU, cast to the dtype in which its path takes them.
-
-        First waits until the caller's own stream has written them: the store's stream can do other rounds meanwhile.
-        """
-        yield self.space.written(round_.values)
-        return self.space.cast(round_.values, self.path.dtype)
 
     def at(self, round_: int) -> Predicate:
         """A request that is done when that round is."""
@@ -231,8 +218,9 @@ def rounds(queue: RoundQueue, session: Workers, owner: Owner) -> Steps[None]:
         yield from path.broadcast()
         queue.has_value = True
         queue.deliver()
-    if queue.waiting and queue.comparison is None:  # not needed by keys whose calls all take the direct path
-        queue.comparison = _comparison(queue, session)
+    compares = session.num_workers > 1 and queue.info.n_elems
+    if compares and queue.waiting and queue.comparison is None:  # no need of it where all calls take the direct path
+        queue.comparison = Comparison(session.attributes.as_set(session.slot_of(queue.info)))
     comparison, recorder = queue.comparison, session.recorder
     while queue.waiting:
         round_ = queue.waiting[0]
@@ -241,7 +229,8 @@ def rounds(queue: RoundQueue, session: Workers, owner: Owner) -> Steps[None]:
             comparison.begin(round_.under.label)
         values, op, changeable = round_.values, round_.op, round_.changeable
         if queue.space.device is not None:
-            values = yield from queue.device_values(round_)
+            yield queue.space.written(values)  # by the caller's stream: the store's can do other rounds meanwhile
+            values = queue.space.cast(values, path.dtype)
         if op.whole:
             tag, (begin, end) = wire.key_tag(queue.info.id, 3), (0, queue.info.n_elems)
             totals = yield from adasum.of_space(session.group, queue.space, values, tag, changeable=changeable)
@@ -272,10 +261,3 @@ def rounds(queue: RoundQueue, session: Workers, owner: Owner) -> Steps[None]:
         queue.deliver()
         if part is not None:
             part.done("copy")
-
-
-def _comparison(queue: RoundQueue, session: Workers) -> Comparison | None:
-    """Make the comparison of a queue's labels; None where there is no other worker or no element."""
-    if session.num_workers == 1 or not queue.info.n_elems:
-        return None
-    return Comparison(session.attributes.as_set(session.slot_of(queue.info)))

@@ -122,9 +122,14 @@ class RingKeys:
         return None if second is None else [*first, second.counters_bytes]
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
-        """Make the key's queue, and start to broadcast the value of worker 0."""
-        queue = RoundQueue(info, self._session.spaces.of(info))
-        self._place(queue, reserved)
+        """Make the key's queue, and start to broadcast the value of worker 0. reserved: its place in shared memory."""
+        placement = self._placement(info, has_place=reserved is not None)
+        given = self._resources, info, placement, reserved
+        host = placement.host
+        path = PATHS[placement.path](*given) if host is None else CopiedPath(*given, PATHS[host])
+        queue = RoundQueue(info, self._session.spaces.of(info), path)
+        if self._session.log.detailed():
+            self._session.log.detail(lambda: described.line(self._members, info, placement, wire_of(info)))
         if self._session.rank == 0:
             value = self.first_values[info.key]
             # Shared memory is zero at first, and has no pages until it is written: zeros need not be copied there.
@@ -153,20 +158,6 @@ class RingKeys:
                 continue  # it has other owners; a released key may be gone already
             if not queue.has_value:
                 self._session.wait(Pending(queue.at(0), Waiting("init", info.key, info.id)))
-
-    def _place(self, queue: RoundQueue, reserved: Any) -> None:
-        """Give a queue its path and the memory of its value. reserved: its place in shared memory, or None."""
-        placement = self._placement(queue.info, has_place=reserved is not None)
-        given = self._resources, queue.info, placement, reserved
-        if placement.host is None:
-            queue.use_path(PATHS[placement.path](*given))
-        else:
-            queue.use_path(CopiedPath(*given, PATHS[placement.host]))
-        if self._session.log.detailed():
-            self._session.log.detail(lambda: self._described(queue))
-
-    def _described(self, queue: RoundQueue) -> str:
-        return described.line(self._members, queue.info, queue.placement, wire_of(queue.info))
 
     def _placement(self, info: KeyInfo, *, has_place: bool) -> Placement:
         """The placement of a key with its optimizer. has_place: whether it has a place in shared memory."""
