@@ -54,10 +54,6 @@ def shell(mpi: Mpi, script: str) -> Job:
     return job
 
 
-def worker_pids(running: Running, workers: int) -> list[int]:
-    return [int(running.wait_for(rf"worker {i} is process (\d+)", 40)[1]) for i in range(workers)]
-
-
 def tagged(job: Job, tag: str) -> list[str]:
     return [line.split("] ", 1)[1] for line in job.output.splitlines() if line.startswith(f"[{tag} @ ")]
 
@@ -141,13 +137,16 @@ def test_the_others_have_time_to_save_when_a_rank_fails(mpi: Mpi, case: str, sta
 def test_something_of_the_job_is_killed(mpi: Mpi, victim: str) -> None:
     """And nothing is left, though ranks have started what does not end by itself."""
     with launched(mpi, "-n", "2", "-s", "1", "python", PROGRAM, "stubborn") as running:
-        (pid, _) = worker_pids(running, 2)
+        pid, _ = (int(running.wait_for(rf"worker {i} is process (\d+)", 40)[1]) for i in range(2))
         (mpirun,) = (one for one in running.processes() if parent(one) == running._process.pid)
         segments = list(running._backing.iterdir())
         assert (mpi.kind == "openmpi") == bool(segments)
         killed = {"the process above a rank": parent(pid), "mpirun": mpirun}.get(victim, running._process.pid)
         running.kill(killed, signal.SIGINT if victim == "Ctrl-C" else signal.SIGKILL)
-        gone_within(running, END_S)
+        deadline = time.monotonic() + END_S
+        while left := [one for one in running.processes() if one != running._process.pid]:
+            assert time.monotonic() < deadline, f"{left} still run after {END_S} s"
+            time.sleep(0.1)
         assert victim == "the launcher" or not any(path.exists() for path in segments)  # which are mpirun's to remove
     job = running.result
     job.check({"the launcher": -signal.SIGKILL, "Ctrl-C": 130}.get(victim))
@@ -187,10 +186,3 @@ def parent(pid: int) -> int:
     """0 where the process has ended."""
     fields = text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return int(fields[1]) if fields else 0
-
-
-def gone_within(running: Running, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while left := [pid for pid in running.processes() if pid != running._process.pid]:
-        assert time.monotonic() < deadline, f"{left} still run after {limit_s} s"
-        time.sleep(0.1)

@@ -12,18 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import SHM, Mpi, Running, mpirun, start
+from jobs import SHM, Mpi, mpirun, start
 
 PROGRAM = str(Path(__file__).with_name("shared_program.py"))
 TIMEOUT_S = 4
 LIMIT_S = 80  # starting a job, the time limit, the report and its end, on a busy machine; the default limit is 300
 ENVIRONMENT = {"MPIKV_TIMEOUT_S": str(TIMEOUT_S)}
 HOSTS, SERVER = {"MPIKV_TEST_HOSTS": "2"}, {"MPIKV_NUM_SERVERS": "1"}
-
-
-def ranks_of(running: Running, n: int) -> list[int]:
-    """The processes of the ranks, once all are ready."""
-    return [int(running.wait_for(rf"ready {rank} (\d+)")[1]) for rank in range(n)]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +39,7 @@ def ranks_of(running: Running, n: int) -> list[int]:
 def test_killed(mpi: Mpi, ranks: int, env: dict[str, str], case: str, victims: list[int]) -> None:
     """kill -9 in the middle of a direct call or of `kv.create`: nothing is left, neither a process nor a file."""
     with start(ranks, ["python", PROGRAM, case], env=ENVIRONMENT | env, timeout_s=LIMIT_S, mpi=mpi) as running:
-        pids = ranks_of(running, ranks)
+        pids = [int(running.wait_for(rf"ready {rank} (\d+)")[1]) for rank in range(ranks)]
         if "for ever" in case:
             deadline = time.monotonic() + LIMIT_S / 2
             while not all(

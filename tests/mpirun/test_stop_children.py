@@ -9,26 +9,22 @@ import signal
 from pathlib import Path
 
 import pytest
-from jobs import Job, Mpi
+from jobs import Mpi
 from test_batch_signals import run
 from test_launch import launched
 
 PROGRAM = str(Path(__file__).with_name("children_program.py"))
 
 
-def by_launch(mpi: Mpi, signum: signal.Signals) -> Job:
-    env = {"MPIKV_STOP_SIGNALS": "TERM,USR1"}
-    with launched(mpi, "-n", "2", "-s", "0", "--grace", "30", "python", PROGRAM, env=env) as running:
-        for rank in range(2):
-            running.wait_for(f"ready {rank} ")
-        running.kill(running._process.pid, signum)
-    return running.result
-
-
 @pytest.mark.parametrize("way", ["batch script", signal.SIGTERM, signal.SIGUSR1])
 def test_children_outlive_the_signal(mpi: Mpi, way: str | signal.Signals, tmp_path: Path) -> None:
     if isinstance(way, signal.Signals):
-        job = by_launch(mpi, way)
+        env = {"MPIKV_STOP_SIGNALS": "TERM,USR1"}
+        with launched(mpi, "-n", "2", "-s", "0", "--grace", "30", "python", PROGRAM, env=env) as running:
+            for rank in range(2):
+                running.wait_for(f"ready {rank} ")
+            running.kill(running._process.pid, way)
+        job = running.result
     else:
         job = run("sge/train.sh", mpi, tmp_path, "", "ready 1 ", program=PROGRAM)
     job.check()

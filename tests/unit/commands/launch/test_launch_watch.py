@@ -359,16 +359,6 @@ def receive(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-def prove_as_launcher(connection: socket.socket, place: str) -> tuple[bytes, bytes]:
-    """The launcher's side of the greeting. What the rank sent: its nonce and its proof."""
-    challenge = os.urandom(channel.NONCE_BYTES)
-    connection.sendall(challenge)
-    nonce, given = receive(connection, channel.NONCE_BYTES), receive(connection, channel.PROOF_BYTES)
-    assert given == channel.proof(SECRET, "rank", place, challenge, nonce)
-    connection.sendall(channel.proof(SECRET, "launcher", place, challenge, nonce))
-    return nonce, given
-
-
 OF_STRANGERS = (
     b"GET / HTTP/1.1\r\nHost: somewhere.else.example.org\r\nAccept: */*\r\n\r\n",
     channel.frame(channel.HELLO, b"[" * 100_000),
@@ -559,7 +549,11 @@ class Above(contextlib.AbstractContextManager["Above"]):
         words = quick.command("rank", "server", "2", "5", "--", "sh", "-c", command)
         self.process = subprocess.Popen(words, env={LAUNCH: json.dumps(plan), "PMI_RANK": "6"})
         self._connection, _ = self._listener.accept()
-        prove_as_launcher(self._connection, address(self._listener))
+        place, challenge = address(self._listener), os.urandom(channel.NONCE_BYTES)
+        self._connection.sendall(challenge)
+        nonce, given = (receive(self._connection, n) for n in (channel.NONCE_BYTES, channel.PROOF_BYTES))
+        assert given == channel.proof(SECRET, "rank", place, challenge, nonce)
+        self._connection.sendall(channel.proof(SECRET, "launcher", place, challenge, nonce))
         self._frames = channel.Frames()
         self.out = ""
 

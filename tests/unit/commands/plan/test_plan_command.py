@@ -16,8 +16,7 @@ import pytest
 
 import mpikv
 from mpikv.__main__ import main
-from mpikv.codecs import Codec, compression
-from mpikv.codecs.compression import KeyCompression
+from mpikv.codecs import compression
 from mpikv.commands.plan import calibrate, options, servers
 from mpikv.commands.plan.step import Speed, StepSettings, Workload, of_bytes, of_model
 from mpikv.common import units
@@ -218,10 +217,6 @@ FEW = ((300,), (270_001,), (7,), (0,), (400, 10, 10), (30, 40))  # several piece
 FAST = Speed(1e-9, 2e-9, 3e-9)
 
 
-def speeds_of(travels: KeyCompression) -> dict[Codec, Speed]:
-    return dict.fromkeys((travels.push, travels.pull), FAST)
-
-
 @pytest.mark.parametrize(
     ("name", "workers", "n_servers", "kind"),
     [
@@ -234,7 +229,9 @@ def test_counts_of_compressed_keys_are_those_of_a_store(
     name: str, workers: int, n_servers: int, kind: dict[str, object]
 ) -> None:
     travels = compression.make({**kind, "force": True})
-    settings = StepSettings(travels, speeds_of(travels), servers=n_servers, synchronous=name == "dist_sync")
+    settings = StepSettings(
+        travels, dict.fromkeys((travels.push, travels.pull), FAST), servers=n_servers, synchronous=name == "dist_sync"
+    )
     check_counts(name, workers, n_servers, FEW, settings)
 
 
