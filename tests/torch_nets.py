@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from store_modes import Mode
 from torch_on_gpu import BesideGpus, OnGpus
@@ -17,12 +18,13 @@ HERE, LINKS, SERVERS = Mode("dist_sync", 2), Mode("dist_sync", 2, memory="off"),
 ON_GPUS = OnGpus("dist_sync_device", 2, device="nccl")
 DEVICE_MODES = (
     OnGpus("dist_sync_device", 3, device="nccl"),
-    OnGpus("dist_sync_device", 3, 1, device="host"),
-    BesideGpus("dist_sync_device", 3, device="nccl"),
     BesideGpus("dist_sync_device", 3, 1, device="host"),
+    pytest.param(OnGpus("dist_sync_device", 3, 1, device="host"), marks=pytest.mark.thorough),
+    pytest.param(BesideGpus("dist_sync_device", 3, device="nccl"), marks=pytest.mark.thorough),
 )
 MODES = (HERE, Mode("dist_sync", 3), Mode("dist_sync", 3, memory="off"), SERVERS, *DEVICE_MODES)
 TWO = (HERE, LINKS, SERVERS, ON_GPUS)  # of two workers
+LONG = (HERE, LINKS, *(pytest.param(mode, marks=pytest.mark.thorough) for mode in TWO[2:]))  # for tests that take long
 _seeding = threading.Lock()  # the generator is the process's
 
 

@@ -19,7 +19,7 @@ from mpikv import kv  # noqa: E402
 from mpikv.errors import ShapeMismatch, UnsupportedError  # noqa: E402
 
 MODES = (nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1), OnGpus("dist_sync", 3, device="nccl"))
-MODES += nets.DEVICE_MODES[:3]
+MODES += nets.DEVICE_MODES
 
 
 @on(*MODES)

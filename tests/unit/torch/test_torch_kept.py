@@ -334,7 +334,7 @@ def test_what_is_dropped_is_freed_and_its_hooks_are_gone(store: Any, way: str) -
     assert [one() for one in freed] == [None] * len(freed)
 
 
-@on(*nets.TWO)
+@on(*nets.LONG)
 @pytest.mark.parametrize("way", ["model", "optimizer"])
 @pytest.mark.parametrize("again", [False, True])
 def test_keys_of_what_was_dropped_are_taken_again(store: Any, way: str, again: bool) -> None:

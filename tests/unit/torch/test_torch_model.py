@@ -41,7 +41,7 @@ def _stepped(step: int, model: Any, optimizer: Any) -> Any:
     return norm
 
 
-@modes(Mode("local", 1), Mode("dist_sync", 1), *nets.MODES)
+@modes(Mode("local", 1), *nets.MODES)
 @pytest.mark.parametrize(
     ("way", "passes", "op"), [("model", 1, mt.Average), ("optimizer", 1, mt.Average), ("optimizer", 3, mt.Sum)]
 )
@@ -186,7 +186,7 @@ def test_gradients_are_those_of_replicas(store: Any, make: Any, run: Any, option
     compare(store, make, run, **options)
 
 
-@on(*nets.TWO)
+@on(*nets.LONG)
 def test_freezing_and_unfreezing(store: Any) -> None:
     """No keys for what was seen before, nor for a second model, which takes those of the first."""
     compare(store, nets.Net, freezing, len(CHANGES) + 1, bucket_bytes=300)

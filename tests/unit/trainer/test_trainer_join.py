@@ -11,7 +11,7 @@ import frameworks
 import numpy as np
 import pytest
 from on_workers import on
-from store_modes import MESSAGES, ONE_HOST, SERVED, THREE_HOSTS, TRAINING, TWO_HOSTS, Mode, modes
+from store_modes import HYBRID, MESSAGES, ONE_HOST, SENDING, SERVED, THREE_HOSTS, TWO_HOSTS, Mode, modes
 
 from mpikv import ConfigError, KVStore, MpikvError, Parameter, PeerError, StallError, Trainer
 from mpikv.errors import UnsupportedError
@@ -38,7 +38,7 @@ def uneven(workers: int, how: str = "examples") -> list[dict[int, int]]:
 
 @pytest.mark.parametrize("how", ["examples", "sums", "means", "outside"])
 @pytest.mark.parametrize(("on_store", "clip"), [(True, None), (False, None), (None, 0.9)])
-@modes(*TRAINING)
+@modes(ONE_HOST, *SENDING, HYBRID[2])
 def test_the_mean_over_the_examples_that_were_there(mode: Mode, on_store: Any, clip: Any, how: str) -> None:
     """In two epochs. Those that have left take the learning rate over that is set in the loop, as the owners of their
     parts. Outside of `join` all workers have examples in each step.
