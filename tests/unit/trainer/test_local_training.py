@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -158,29 +158,19 @@ RESUMED = [
 def test_a_run_that_is_resumed_goes_on_exactly(mode, options, at, tmp_path):
     """With the states of the worker's own Adam, which are as far as its steps; and the run that is saved goes on so."""
 
-    def begin(store: Any) -> Weights:
+    def run(store: Any, first: int, *, saves: bool = False) -> Weights:
         worker = Worker(store, "adam", outer=NESTEROV, **options)
-        assert worker.local.resume(tmp_path / "saved") == 0
-        worker.train(0, at)
-        worker.local.save(tmp_path / "saved")
-        worker.train(at, STEPS)
+        assert worker.local.resume(tmp_path / "saved") == worker.local.rounds
+        assert (worker.local.steps, worker.trainer.steps, worker.local.rounds > 0) == (first, first, first > 0)
+        if saves:
+            worker.train(0, at)
+            worker.local.save(tmp_path / "saved")
+        worker.train(at if saves else first, STEPS)
         return worker.weights()
 
-    def go_on(store: Any) -> Weights:
-        worker = Worker(store, "adam", outer=NESTEROV, **options)
-        assert worker.local.resume(tmp_path / "saved") == worker.local.rounds > 0
-        assert (worker.local.steps, worker.trainer.steps) == (at, at)
-        worker.train(at, STEPS)
-        return worker.weights()
-
-    def uninterrupted(store: Any) -> Weights:
-        worker = Worker(store, "adam", outer=NESTEROV, **options)
-        worker.train()
-        return worker.weights()
-
-    whole = mode.run(uninterrupted)
-    assert_same(mode.run(begin), whole)
-    assert_same(mode.run(go_on), whole)
+    whole = mode.run(partial(run, first=0))
+    assert_same(mode.run(partial(run, first=0, saves=True)), whole)
+    assert_same(mode.run(partial(run, first=at)), whole)
 
 
 def test_another_number_of_workers_or_servers_begins_with_the_common_weights(tmp_path, capsys):
@@ -322,8 +312,7 @@ def test_parameters_are_dealt_out_by_size():
 
 @on(ONE_HOST)
 def test_parameters_come_in_all_forms_and_common_has_the_weights_of_the_last_round(store, W):
-    forms: list[Callable[[Mapping[str, Parameter]], Any]] = [dict, lambda ps: iter(ps.items()), lambda ps: ps.values()]
-    for form in forms:
+    for form in (dict, lambda params: iter(params.items()), lambda params: params.values()):
         params = {name: Parameter(value, name) for name, value in first_weights(store.rank).items()}
         local = mpikv.LocalUpdates(form(params), store, every=2)
         for parameter in params.values():
