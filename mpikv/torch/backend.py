@@ -10,19 +10,22 @@ store.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mpikv.errors import ConfigError
 from mpikv.groups.world import World, opened
 from mpikv.runtime import launcher
-from mpikv.torch.process_group import MpiProcessGroup, untraced
+from mpikv.torch.process_group import MpiProcessGroup
 from mpikv.torch.works import CallWork
 
 NAME = "mpikv"  # of the backend, and of the scheme in `init_method="mpikv://"`
@@ -60,8 +63,17 @@ def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
         options.store.set(NUMBERS, str(number))
     else:
         number = int(options.store.get(NUMBERS))
-    untraced(CallWork)
-    return untraced(MpiProcessGroup)(world, world.group(ranks, number, timeout_s))
+    _untraced(CallWork)
+    return _untraced(MpiProcessGroup)(world, world.group(ranks, number, timeout_s))
+
+
+@functools.cache
+def _untraced(kind: type) -> type:
+    """Keep torch.compile, which is imported for that, out of methods that PyTorch calls in compiled functions."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method):
+            setattr(kind, name, torch.compiler.disable(method))
+    return kind
 
 
 def _check(world: World, ranks: list[int], options: Any) -> None:

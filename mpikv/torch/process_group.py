@@ -6,8 +6,6 @@ a `CallWork`.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import Backend, ReduceOp
+from torch._C._distributed_c10d import Backend
 
 from mpikv.arrays.as_numpy import HostArray
-from mpikv.arrays.reductions import OF_GROUPS, Reduction
-from mpikv.errors import ShapeMismatch, UnsupportedError
+from mpikv.errors import ShapeMismatch
 from mpikv.groups import collective as collectives
 from mpikv.groups.call import GroupCall, Options
 from mpikv.groups.collective import Collective
@@ -30,22 +26,11 @@ from mpikv.groups.group import RankGroup
 from mpikv.groups.world import World
 from mpikv.torch import sparse
 from mpikv.torch.arrays import Views, same_kind
+from mpikv.torch.call_forms import collective, reduction_of
 from mpikv.torch.works import CallWork
 
 CPU = torch.device("cpu")
 Tensors = list[torch.Tensor]
-_OPERATORS = (
-    (ReduceOp.SUM, "sum"),
-    (ReduceOp.AVG, "mean"),
-    (ReduceOp.PRODUCT, "prod"),
-    (ReduceOp.MIN, "min"),
-    (ReduceOp.MAX, "max"),
-    (ReduceOp.BAND, "band"),
-    (ReduceOp.BOR, "bor"),
-    (ReduceOp.BXOR, "bxor"),
-)
-
-
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 # Before 2.7 PyTorch's C++ code does not keep a work's Python object alive (pytorch/pytorch#146376), so the last ones
 # are kept here: DDP asks a work for its future at once, and waits for two broadcasts at a time.
@@ -65,41 +50,6 @@ class NamedBackend(Backend):
         return "mpikv"
 
     getBackendName = name  # noqa: N815 - PyTorch's name
-
-
-def operator_of(op: Any) -> Reduction:
-    for known, name in _OPERATORS:
-        if op == known:
-            return OF_GROUPS[name]
-    raise UnsupportedError(f"{op}: the backend mpikv reduces by {', '.join(OF_GROUPS)}")
-
-
-def collective(method: Callable[..., CallWork]) -> Callable[..., CallWork]:
-    """Check a call's arguments, and report wrong ones to the other ranks, which would wait for this rank in the call.
-
-    The short form of a call, such as `broadcast(tensor, root=0)`, is brought to the form of lists and options.
-    """
-    name = method.__name__
-
-    @functools.wraps(method)
-    def refusing(self: MpiProcessGroup, *args: Any, **kwargs: Any) -> CallWork:
-        calls, given = self._group.calls, [*args, *kwargs.values()]
-        try:
-            if "single" not in name and name != "alltoall":  # which have a form of their own
-                if not all(isinstance(one, (list, tuple)) or _are_options(one) for one in given):
-                    args, kwargs = _in_lists(name, given), {}
-                    given = list(args)
-                if [] in given and name not in ("gather", "scatter"):  # which have one on all ranks but the root
-                    raise ValueError(f"{name}: a list of tensors is expected, not an empty one")
-            for opts in filter(_are_options, given):
-                self._check_rank(f"{name}: the root", getattr(opts, "rootRank", 0))
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            if self._group.calls == calls and self._group.failure is None:
-                self._group.refuse(error)
-            raise
-
-    return refusing
 
 
 class MpiProcessGroup(dist.ProcessGroup):
@@ -155,11 +105,11 @@ class MpiProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> CallWork:
         if any(tensor.layout != torch.strided for tensor in tensors):
             for tensor in tensors:
-                sparse.allreduce(self._group, tensor, _operator(opts))
+                sparse.allreduce(self._group, tensor, reduction_of(opts))
             return CallWork([], tensors, self._completer.submit)
         views = Views()
         arrays = views.write(tensors)
-        return self._made(views, tensors, opts, collectives.allreduce(arrays, _operator(opts)))
+        return self._made(views, tensors, opts, collectives.allreduce(arrays, reduction_of(opts)))
 
     allreduce_coalesced = allreduce
 
@@ -167,7 +117,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
         views, (tensor,) = Views(), tensors
         (array,) = (views.write if opts.rootRank == self.rank() else views.read)([tensor])
-        return self._made(views, tensors, opts, collectives.reduce(array, array, _operator(opts), opts.rootRank))
+        return self._made(views, tensors, opts, collectives.reduce(array, array, reduction_of(opts), opts.rootRank))
 
     @collective
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CallWork:
@@ -176,7 +126,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         for output, ins in zip(outputs, inputs, strict=True):
             self._fits("reduce_scatter", output, ins)
             pairs.append((views.read(ins), views.write([output])[0]))
-        return self._made(views, outputs, opts, collectives.reduce_scatter(pairs, _operator(opts)))
+        return self._made(views, outputs, opts, collectives.reduce_scatter(pairs, reduction_of(opts)))
 
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> CallWork:
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
@@ -187,7 +137,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         for output, whole in zip(outputs, wholes, strict=True):
             same_kind("reduce_scatter", [output, whole])
             pairs.append((self._slices(views.read([whole])[0], output.numel()), views.write([output])[0]))
-        return self._made(views, outputs, opts, collectives.reduce_scatter(pairs, _operator(opts)))
+        return self._made(views, outputs, opts, collectives.reduce_scatter(pairs, reduction_of(opts)))
 
     # --- collectives without a reduction
 
@@ -381,36 +331,3 @@ class MpiProcessGroup(dist.ProcessGroup):
             slices.append(array[begin : begin + split * row_elems])
             begin += split * row_elems
         return slices
-
-
-def _are_options(value: object) -> bool:
-    return value is None or hasattr(value, "timeout")
-
-
-def _in_lists(name: str, given: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a call's arguments in the form of lists and options: what an option is, its type says."""
-    opts = getattr(_distributed_c10d, "".join(word.capitalize() for word in name.split("_")) + "Options")()
-    tensors = [one for one in given if isinstance(one, (list, tuple, torch.Tensor))]
-    for one in given:
-        if isinstance(one, int):
-            opts.rootRank = one
-        elif isinstance(one, timedelta):
-            opts.timeout = one
-        elif one is not None and not any(one is tensor for tensor in tensors):
-            opts.reduceOp = one
-    if any(isinstance(one, torch.Tensor) for one in tensors):
-        tensors = [[one] for one in tensors]
-    return (*tensors, opts)
-
-
-@functools.cache
-def untraced(kind: type) -> type:
-    """Keep torch.compile, which is imported for that, out of methods that PyTorch calls in compiled functions."""
-    for name, method in list(vars(kind).items()):
-        if inspect.isfunction(method):
-            setattr(kind, name, torch.compiler.disable(method))
-    return kind
-
-
-def _operator(opts: Any) -> Reduction:
-    return OF_GROUPS["sum"] if opts is None else operator_of(opts.reduceOp)
