@@ -16,7 +16,7 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.common.checks import shown
-from mpikv.errors import MpikvError, UnsupportedError
+from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.optimizers import Optimizer
 from mpikv.optimizers.function import Function
@@ -148,3 +148,23 @@ def positive(value: Any, what: str) -> float:
     if not 0 < number < math.inf:
         raise ValueError(f"{what} is a number above 0; got {shown(value)}")
     return number
+
+
+def in_steps(error: PeerError | StallError, step: int) -> PeerError | StallError:
+    """Return the error of a wait counted in steps, as the program's loop does, where that is known.
+
+    The rounds of a key, which the store counts, mean nothing to a user whose workers have different numbers of batches.
+    """
+    if error.behind is None:
+        return error
+    who, rounds = error.behind
+    ended = "has left" if isinstance(error, PeerError) else "has not come to the next one"
+    translated = type(error)(
+        f"this worker is in step {step} of its Trainer, and {who} {ended} after step {max(0, step - rounds)}: did "
+        "their epochs have different numbers of batches? SplitSampler gives all workers equally many examples where it "
+        f"shuffles, or with last='drop'; in `with trainer.join():` some may have more. In detail: {error}"
+    )
+    translated.behind = error.behind
+    if isinstance(error, StallError) and isinstance(translated, StallError):
+        translated.deadlock = error.deadlock
+    return translated

@@ -31,7 +31,7 @@ from mpikv.trainer.files import TrainerFiles
 from mpikv.trainer.overlap import Overlap
 from mpikv.trainer.own_updates import norm_of
 from mpikv.trainer.parameter import list_data, list_grad
-from mpikv.trainer.shares import Share, Shares, positive
+from mpikv.trainer.shares import Share, Shares, in_steps, positive
 from mpikv.trainer.torch_parameter import TorchBuffer, added_parameters
 
 
@@ -256,7 +256,7 @@ class Trainer(TrainerFiles):
         try:
             self._step(self._shares.of_step(size, examples), ignore_stale_grad, wait=wait)
         except (PeerError, StallError) as error:
-            raise _in_steps(error, waits_for).with_traceback(error.__traceback__) from error.__cause__
+            raise in_steps(error, waits_for).with_traceback(error.__traceback__) from error.__cause__
         if n is not None and n > self._shares.n_gradients and self._tensors:
             notices.warn_of_sums(n)
 
@@ -486,23 +486,3 @@ class Trainer(TrainerFiles):
                 f"{call}: the store updates the weights here, so there are no summed gradients to see; "
                 "make the Trainer with update_on_kvstore=False"
             )
-
-
-def _in_steps(error: PeerError | StallError, step: int) -> PeerError | StallError:
-    """Return the error of a wait counted in steps, as the program's loop does, where that is known.
-
-    The rounds of a key, which the store counts, mean nothing to a user whose workers have different numbers of batches.
-    """
-    if error.behind is None:
-        return error
-    who, rounds = error.behind
-    ended = "has left" if isinstance(error, PeerError) else "has not come to the next one"
-    translated = type(error)(
-        f"this worker is in step {step} of its Trainer, and {who} {ended} after step {max(0, step - rounds)}: did "
-        "their epochs have different numbers of batches? SplitSampler gives all workers equally many examples where it "
-        f"shuffles, or with last='drop'; in `with trainer.join():` some may have more. In detail: {error}"
-    )
-    translated.behind = error.behind
-    if isinstance(error, StallError) and isinstance(translated, StallError):
-        translated.deadlock = error.deadlock
-    return translated
