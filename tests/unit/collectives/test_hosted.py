@@ -33,6 +33,7 @@ LAYOUTS = ("aab", "abb", "aba", "aabb", "abab", "aaab", "aabbc", "abcab", "aabbc
 HOSTS = pytest.mark.parametrize("hosts", LAYOUTS)
 SOME = pytest.mark.parametrize("hosts", ["aab", "abab", "aabbc", "aaaabbb"])
 ROUNDS = 2
+BEGIN = 1 << 12  # of the keys, in memory
 F32 = np.dtype(np.float32)
 
 
@@ -43,8 +44,8 @@ def memories_of(hosts: str) -> list[HostMemory]:
     return [found[rank] for rank in range(len(hosts))]
 
 
-def host_key(memory: HostMemory, begin: int, n: int, dtype: np.dtype, *, rings: int, most: int) -> HostKey:
-    place = Place(begin + counters_bytes(most), begin)
+def host_key(memory: HostMemory, n: int, dtype: np.dtype, *, rings: int, most: int) -> HostKey:
+    place = Place(BEGIN + counters_bytes(most), BEGIN)
     room = Allocator(memory, memory.n_bytes // 2).take
     return HostKey(memory, place, n, (dtype, sum_dtype(dtype)), rings, allocate=room)
 
@@ -75,9 +76,7 @@ def in_order(hosts: str, n: int, bounds: tuple[int, ...], dtype: np.dtype = F32)
     return sums
 
 
-def through_memory(
-    hosts: str, n: int, bounds: tuple[int, ...], *, dtype: np.dtype = F32, lent: str = "private", begin: int = 1 << 12
-) -> tuple[list[list[bytes]], Fabric]:
+def through_memory(hosts: str, n: int, bounds: tuple[int, ...], *, dtype: np.dtype = F32, lent: str = "private"):
     """lent: where the values are: `private`, in `shared` memory, either `changed` in place, or both in turn `mixed`."""
     fabric, memories = Fabric(len(hosts), hosts), memories_of(hosts)
     found = topology(hosts)
@@ -85,7 +84,7 @@ def through_memory(
 
     def steps(group):
         me = group.rank
-        key = host_key(memories[me], begin, n, dtype, rings=found.n_leaders, most=most)
+        key = host_key(memories[me], n, dtype, rings=found.n_leaders, most=most)
         behind = 1 << 28
         results = []
         for round_ in range(ROUNDS):
@@ -157,7 +156,7 @@ def test_on_one_host(size: int, n: int) -> None:
 
 def test_counters_that_are_behind_or_ahead() -> None:
     first, second = private_memory(2)
-    keys = [host_key(memory, 128, 10, F32, rings=2, most=2) for memory in (first, second)]
+    keys = [host_key(memory, 10, F32, rings=2, most=2) for memory in (first, second)]
     keys[0].begin(keys[0].own, keys[0].own)
     keys[0].count(3, 5)
     assert keys[1].counted(0, 3) == (1 << 32) - 1  # this rank has not begun: the other is ahead, as far as can be
@@ -231,7 +230,7 @@ def check_labels(hosts: str, n: int, bounds: Sequence[int], *, memory: bool, n_r
         me, ledger, comparison = group.rank, group.transport.ledger, Comparison(FIRST)
         adding = ReduceScatterGroup(group.transport, group.ranks, comparison)
         sharing = AllgatherGroup(group.transport, group.ranks, comparison, owners)
-        key = host_key(memories[me], 1 << 12, n, F32, rings=topology(hosts).n_leaders, most=p) if memory else None
+        key = host_key(memories[me], n, F32, rings=topology(hosts).n_leaders, most=p) if memory else None
         result = np.empty(n, np.float32) if key is None else key.value
         own, found = slice(bounds[me], bounds[me + 1]), []
         for i, labels in enumerate(rounds):

@@ -10,9 +10,9 @@ import random
 import threading
 import time
 
-import ml_dtypes
 import numpy as np
 import pytest
+from store_modes import DTYPES
 
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.collectives import shared, shared_plans
@@ -27,9 +27,6 @@ from mpikv.placement.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import spawn
 from mpikv.testing.reference import add
 
-DTYPES = tuple(
-    np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
-)
 F32 = np.dtype(np.float32)
 # Every number of ranks with one dtype, every dtype with a few; in each run three, and one.
 GRID = pytest.mark.parametrize(

@@ -87,26 +87,22 @@ def test_without_an_optimizer_the_value_becomes_the_sum():
     assert table.rows(np.array([6, 7]))[:, 0].tolist() == [0, 5]
 
 
-def test_a_momentum_that_is_set_later_begins_at_zero_for_all():
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "value", "later", "expected"),
+    [
+        # Row 2: -0.5, then -0.5 with a momentum that begins at 0, then -0.5 and half the step before.
+        ("momentum", "float32", 0, [9, 2, 2], {2: -0.5 - 0.5 - 0.75, 9: -0.5}),
+        ("multi_precision", "float16", 4, [5, 2], {2: 3.0, 5: 3.5}),
+    ],
+)
+def test_what_is_wanted_after_the_first_update(wanted, dtype, value, later, expected):
+    """A momentum begins at zero for all rows, master copies begin as the rows."""
     optimizer = optimizers.SGD(learning_rate=0.5)
-    table, owner = table_of(info_of(), np.zeros((N_ROWS, COLUMNS), "float32")), owner_with(optimizer)
-    one = np.ones((1, COLUMNS), "float32")
-    for ids, momentum in ([2], 0.0), ([9], 0.5), ([2], 0.5), ([2], 0.5):
-        optimizer.momentum = momentum
-        table.update(owner, np.array(ids), one.copy(), AS_SET)
-    # Row 2: -0.5, then -0.5 with a momentum that begins at 0, then -0.5 and half the step before.
-    assert table.rows(np.array([2, 9]))[:, 0].tolist() == [-0.5 - 0.5 - 0.75, -0.5]
-
-
-def test_master_copies_that_are_wanted_later_begin_as_the_rows():
-    optimizer = optimizers.SGD(learning_rate=0.5)
-    table, owner = table_of(info_of("float16"), np.full((N_ROWS, COLUMNS), 4, "float16")), owner_with(optimizer)
-    one = np.ones((1, COLUMNS), "float32")
-    table.update(owner, np.array([2]), one.copy(), AS_SET)
-    optimizer.multi_precision = True
-    for ids in ([5], [2]):
-        table.update(owner, np.array(ids), one.copy(), AS_SET)
-    assert table.rows(np.array([2, 5]))[:, 0].tolist() == [3.0, 3.5]
+    table, owner = table_of(info_of(dtype), np.full((N_ROWS, COLUMNS), value, dtype)), owner_with(optimizer)
+    for row in (2, *later):
+        table.update(owner, np.array([row]), np.ones((1, COLUMNS), "float32"), AS_SET)
+        setattr(optimizer, wanted, {"momentum": 0.5, "multi_precision": True}[wanted])
+    assert {row: table.rows(np.array([row]))[0, 0] for row in expected} == expected
 
 
 def test_another_optimizer_begins_with_new_states():
@@ -148,9 +144,7 @@ def test_states_are_cut_and_joined_by_rows():
     assert [(cut.begin, cut.end) for cut in cuts] == [(0, 21), (21, 21), (21, 60)]
     joined = join_rows(info, cuts[::-1])
     assert joined[:5] == part[:5]
-    assert {k: np.asarray(v).tolist() for k, v in joined.state.items()} == {
-        k: np.asarray(v).tolist() for k, v in part.state.items()
-    }
+    np.testing.assert_equal(joined.state, part.state)
     again = table_of(info, whole.rows(np.arange(N_ROWS)))
     again.set_states(owner, joined.state)
     for ids, total in rounds(5):

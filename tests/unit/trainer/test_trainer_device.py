@@ -148,9 +148,7 @@ def test_without_a_store_the_hosts_weights(gpu: Any) -> None:
 Body = Callable[[KVStore, Model], Any]
 
 
-def of_workers(
-    sides: Sequence[Sequence[Any]], body: Body, *, path: str, kind: str = "dist_sync", dtype: Any = "f4", **options: Any
-) -> list[Any]:
+def of_workers(sides: Sequence[Sequence[Any]], body: Body, *, path: str, dtype: Any = "f4", **options: Any) -> Any:
     """What `body` returns on workers with a model on these GPUs each, or, for None, on the host."""
     # By `mpi` device memory goes round the ring; so do the host's values here.
     algorithm = "ring" if path == "mpi" else "auto"
@@ -160,10 +158,12 @@ def of_workers(
         options["gpus"] = [*(side[0] for side in sides), *[None] * options.get("num_servers", 0)]
         if path == "mpi":
             options["fabric"] = DeviceFabric(Fabric(n, options.get("hosts", ["localhost"] * n)))
+
+    def on_worker(store: KVStore) -> Any:
+        return body(store, Model(sides[store.rank], dtype))
+
     with cut_as_on_the_host():
-        return spawn_stores(
-            kind, n, lambda store: body(store, Model(sides[store.rank], dtype)), config=config, **options
-        )
+        return spawn_stores("dist_sync", n, on_worker, config=config, **options)
 
 
 def check(sides: Sequence[Sequence[Any]], body: Body, **options: Any) -> None:
