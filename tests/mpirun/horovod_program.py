@@ -1,4 +1,4 @@
-"""What test_horovod_jobs.py starts: a program for Horovod, with the import changed, on three workers."""
+"""What test_torch_backend.py starts: a program for Horovod, with the import changed, on three workers."""
 
 from __future__ import annotations
 

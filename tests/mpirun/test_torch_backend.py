@@ -1,4 +1,6 @@
-"""Jobs whose ranks use the backend mpikv of torch.distributed, under `mpirun` and with nothing else set."""
+"""Jobs whose ranks use the backend mpikv of torch.distributed, under `mpirun` and with nothing else set; and a program
+for Horovod with the import changed: process sets, join, compression objects, sparse gradients.
+"""
 
 from __future__ import annotations
 
@@ -52,3 +54,19 @@ def test_pytorchs_own_tests() -> None:
     job = run(3, SUITE, "--list", str(names))
     job.check()
     assert sorted(re.findall(r"passed (test_\w+)", job.stdout)) == sorted(names.read_text().split()), job.output
+
+
+@pytest.mark.thorough  # on thread ranks every run makes these calls
+@pytest.mark.parametrize(
+    ("ranks", "environment"),
+    [
+        (3, {}),
+        (4, {"MPIKV_NUM_SERVERS": "1"}),
+        pytest.param(3, {"MPIKV_SHARED_MEMORY": "off"}, marks=pytest.mark.full),
+    ],
+    ids=["workers", "server", "messages"],
+)
+def test_a_program_for_horovod(ranks: int, environment: dict[str, str]) -> None:
+    job = run(ranks, str(HERE / "horovod_program.py"), **environment)
+    job.check()
+    assert job.stdout.count("all as Horovod has it") == 3, job.output
