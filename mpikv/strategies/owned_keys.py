@@ -265,18 +265,21 @@ class OwnedKeys:
         Worker 0 pulls and sends the values. ConfigError where workers have not pushed these keys equally often.
         """
         moved: list[tuple[ClientKey, Placement]] = []
+        served: list[ClientKey] = []
         for info in self._session.in_order():
             key = self._keys.get(info.id)  # None: row-sparse, or all of it goes round the ring
             if key is None or self._session.slot_of(info) != slot:
                 continue
+            served.append(key)
             if whole and len(key.routes) + (info.id in before_cut) > 1:
                 moved.append((key, at_one(info, info.id % len(self._servers), key.placement.partition_elems)))
             elif key.replicated:
                 moved.append((key, place_at_owners(self._members, info, compression.wire_of(info), updated=True)))
             elif whole != key.whole and len(key.pieces) > 1:
                 moved.append((key, key.placement))
-            key.whole = whole
         self._check_pushes([key for key, _ in moved])
+        for key in served:
+            key.whole = whole
         for key, placement in moved:
             if self._rank == 0:
                 value: HostArray = self._session.spaces.host.empty(key.info.n_elems, key.info.dtype)
@@ -290,17 +293,23 @@ class OwnedKeys:
             key.use_placement(placement)
 
     def _check_pushes(self, keys: Sequence[ClientKey]) -> None:
-        """Raise ConfigError where not all workers have pushed a round of these keys: it would be lost. Collective."""
+        """Raise ConfigError, on every worker, where not all have pushed a round of these keys: it would be lost.
+
+        Collective, blocks.
+        """
         if not keys or not self.synchronous:
             return
-        pushes = [key.pushed for key in keys]
-        of_first = self._session.agree("set_optimizer moves keys", pushes, "set_optimizer")
-        for key, n, first in zip(keys, pushes, of_first, strict=True):
-            if n != first:
-                raise ConfigError(
-                    f"set_optimizer: key {shown(key.info.key)} has {n} pushes of worker {self._rank} and {first} of "
-                    "worker 0; all have to push a round before an optimizer of another kind takes the key"
-                )
+        gathered = self._session.gather("set_optimizer", json.dumps([key.pushed for key in keys]).encode())
+
+        def compare() -> None:
+            for key, pushes in zip(keys, zip(*map(json.loads, gathered), strict=True), strict=True):
+                if len(set(pushes)) > 1:
+                    raise ConfigError(
+                        f"set_optimizer: key {shown(key.info.key)} was pushed {', '.join(map(str, pushes))} times by "
+                        "workers 0, 1, ...; all have to push a round before an optimizer of another kind takes the key"
+                    )
+
+        self._session.decide("set_optimizer moves keys", compare)
 
     def _pull_uncompressed(self, key: ClientKey, outs: Sequence[HostArray]) -> None:
         """Pull a key's value uncompressed and wait for it, so that a codec of answers keeps its state. Blocks."""
