@@ -10,7 +10,7 @@ import frameworks
 import numpy as np
 import pytest
 from on_workers import on
-from store_modes import ONE_HOST, SENDING, SERVED, TRAINING, TWO_HOSTS, Mode, modes
+from store_modes import HYBRID, ONE_HOST, SENDING, SERVED, TWO_HOSTS, Mode, modes
 
 from mpikv import KVStore, Parameter, Trainer
 from mpikv.create import notices
@@ -36,7 +36,7 @@ def unchanged(before: list[np.ndarray], net: Any) -> bool:
 
 @OVERLAP
 @ON_STORE
-@of.as_alone(*TRAINING)
+@of.as_alone(ONE_HOST, *SENDING, HYBRID[2])
 def test_steps_are_those_of_torch_optim(store: KVStore, on_store: bool, overlap: bool) -> list[np.ndarray]:
     """Means and `step()` in the first half of the steps, sums and `step(batch_size)` in the other."""
     net = network(store.rank)
@@ -300,7 +300,7 @@ def test_buffers_are_in_a_checkpoint(tmp_path: Any) -> None:
         assert (net.norm.running_mean.tolist(), net.mask.tolist()) == ([7, 7], [True, False])
 
     ONE_HOST.run(save)
-    for mode in (ONE_HOST, SERVED, TRAINING[-1]):
+    for mode in (ONE_HOST, SERVED, HYBRID[2]):
         mode.run(resume)
 
 
@@ -440,7 +440,7 @@ def test_gradients_leave_during_the_backward_pass(store: KVStore) -> None:
 
 
 @OVERLAP
-@modes(*FEW, TRAINING[-1])
+@modes(*FEW, HYBRID[2])
 def test_clipping_by_the_global_norm(mode: Mode, overlap: bool) -> None:
     limit, steps = 1.0, 10  # of which some have a norm above the limit
 
