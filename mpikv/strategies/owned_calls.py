@@ -20,6 +20,7 @@ from mpikv.placement.keys import KeyInfo
 from mpikv.placement.labels import NO_OPTIMIZER, PushLabel, scaled
 from mpikv.session.base import Pending
 from mpikv.session.workers import Workers
+from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.base import Entry, PreparedCall, Sink
 from mpikv.strategies.client_key import ClientKey
@@ -157,19 +158,23 @@ class OwnedCalls:
     def _in_turn(self, steps: Steps[None], whole: list[Item]) -> Steps[None]:
         """Begin an exchange when all earlier calls have, since owners must get a worker's calls in their order.
 
-        whole: its items, in a reduction of whole values. The workers combine these by themselves, all to the same bits,
-        of which an owner takes the maximum.
+        whole: its items, in a reduction of whole values. The workers combine these by themselves, side by side, since
+        another worker may have them in another order, and all to the same bits, of which an owner takes the maximum.
         """
         with self._turns.take() as turn:
-            for i, item in enumerate(whole):
-                info, space = item.key.info, self._session.spaces.of(item.key.info)
-                if isinstance(space, DeviceSpace):
-                    yield space.written(item.total)
-                tag = wire.key_tag(info.id, 3)
-                total = yield from adasum.of_space(self._session.group, space, item.total, tag, changeable=False)
-                whole[i] = item._replace(total=total, op=REDUCTIONS["max"])
+            totals = [self._engine.start(self._combined(item), "pushpull") for item in whole]
+            for i, total in enumerate(totals):
+                yield total
+                whole[i] = whole[i]._replace(total=total.result, op=REDUCTIONS["max"])
             yield turn
         yield from steps  # which sends everything before it waits
+
+    def _combined(self, item: Item) -> Steps[SpaceArray]:
+        info, space = item.key.info, self._session.spaces.of(item.key.info)
+        if isinstance(space, DeviceSpace):
+            yield space.written(item.total)
+        tag = wire.key_tag(info.id, 3)
+        return (yield from adasum.of_space(self._session.group, space, item.total, tag, changeable=False))
 
     def _recorded(self, steps: Steps[None], items: Sequence[Item]) -> Steps[None]:
         begun_s = self._recorder.now_s()

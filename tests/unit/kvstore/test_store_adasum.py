@@ -50,7 +50,7 @@ def bits(store):
                 for call in reversed(calls):
                     call.wait()
             else:
-                store.pushpull(keys[::-1], [*arrays.values()][::-1], op="adasum")
+                store.pushpull(order, [arrays[key] for key in order], op="adasum")
             found += [array.tobytes() for array in (*arrays.values(), store.pull("a"))]
         for key in keys:
             close(arrays[key], every[key])
