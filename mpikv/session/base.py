@@ -172,6 +172,11 @@ class Session:
         """Whether a push changes the key's value by an optimizer or an updater. Local."""
         return self.updater is not None or self.optimizer_of(info) is not None
 
+    def needs_whole(self, info: KeyInfo) -> bool:
+        """Whether the key's optimizer needs all of it at one owner, as its formula is not elementwise. Local."""
+        optimizer = self.optimizer_of(info)
+        return optimizer is not None and not optimizer.elementwise
+
     def slot_of(self, info: KeyInfo) -> int:
         """The slot whose optimizer serves this key. Local."""
         return self._slots.get(info.id, DEFAULT_SLOT)

@@ -18,6 +18,8 @@ from mpikv.placement.labels import FACTOR, Label
 from mpikv.session.agreement import ROUND, STOP, Disagreement, Name, Rule, grouped
 from mpikv.spaces.named import HOST
 
+MOVE = "move keys"  # the topic under which keys get other owners
+
 
 def _describe_init(payload: Sequence[Any]) -> str:
     shape, dtype, codec, space, sparse = payload
@@ -75,6 +77,18 @@ def _skip_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> N
     _alike(ConfigError, what, payloads, labels, lambda own: ", ".join(map(str, own)) or "none")
 
 
+def _move_rule(_name: Name, payloads: Sequence[Any], _labels: Sequence[str]) -> None:
+    """All have pushed the keys that other owners get, or that are cut anew, equally often."""
+    for own in zip(*payloads, strict=True):
+        key, pushes = own[0][0], [n for _, n in own]
+        if len(set(pushes)) > 1:
+            raise Disagreement(
+                ConfigError,
+                f"set_optimizer: key {shown(key)} was pushed {', '.join(map(str, pushes))} times by workers 0, 1, ...; "
+                "all have to push a round before an optimizer of another kind takes the key",
+            )
+
+
 def refusal(key: Key, round_: int, labels: Sequence[Label], names: Sequence[str]) -> str:
     """The text of the error for a round of a key that workers have pushed under different labels (labels.py)."""
     facts: list[dict[str, Any]] = [{"op": label.op, **json.loads(label.text)} for label in labels]
@@ -123,6 +137,7 @@ RULES: Mapping[str, Rule] = {
     "set_optimizer": _optimizer_rule,
     "empty": _empty_rule,
     "skip": _skip_rule,
+    MOVE: _move_rule,
     ROUND: _round_rule,
     STOP[0]: lambda _name, reads, _labels: 1 + max(reads),
     "close": _close_rule,

@@ -92,7 +92,7 @@ class DistributedStrategy(Strategy):
     def _reserve(self, info: KeyInfo) -> Any:
         """Cut a key, at worker 0. Returns the cut, whether the key has a queue, its place, and what owners need."""
         members, wire_ = self._session.members, wire_of(info)
-        updated, whole = self._session.optimizer_of(info) is not None, self.owners.takes_whole
+        updated, whole = self._session.optimizer_of(info) is not None, self._session.needs_whole(info)
         cut = cut_of(members, info, wire_, whole=whole, updated=updated)
         if members.workers_own and self._has_owners(info, cut):
             problem = too_many(len(members.workers), f"workers, all owners of key {shown(info.key)}")

@@ -17,11 +17,10 @@ import cloudpickle
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression
-from mpikv.common.checks import shown
 from mpikv.engine.operation import Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
-from mpikv.optimizers.owner import DEFAULT_SLOT, Owner
+from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import StateRecord, record_of
 from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records_to_bytes
 from mpikv.placement import described
@@ -29,6 +28,7 @@ from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.owners import add_load, as_announced, at_one, place_at_owners
 from mpikv.placement.placement import Placement
 from mpikv.session.base import Pending
+from mpikv.session.rules import MOVE
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import HOST
@@ -76,7 +76,6 @@ class OwnedKeys:
         self._keys: dict[int, ClientKey] = {}
         self._recorder = session.recorder
         self._loads = [0] * len(self._servers)
-        self.takes_whole = False  # whether the optimizer of most keys needs all elements of a key at one server
         self._local = session.links  # the transport that reaches servers of this host through shared memory, if any
         transport, number, loopback = session.transport if self._local is None else self._local, None, None
         if own is not None:
@@ -108,13 +107,12 @@ class OwnedKeys:
         """
         if info.sparse:
             return None
-        whole, updated = self.takes_whole, self._session.optimizer_of(info) is not None
         placement = place_at_owners(
             self._members,
             info,
             compression.wire_of(info),
-            whole=whole,
-            updated=updated,
+            whole=self._session.needs_whole(info),
+            updated=self._session.optimizer_of(info) is not None,
             load_bytes=self._loads,
             begin=begin,
         )
@@ -135,17 +133,13 @@ class OwnedKeys:
             space=self._session.spaces.of(info),
             recorder=self._recorder,
             pushers=self.speaker.pushers.get(info.id, ()),
-            whole=self._needs_whole(info),
+            whole=self._session.needs_whole(info),
         )
         if self._session.log.detailed():
             self._session.log.detail(lambda: described.line(self._members, info, placement, wire_))
         if self._rank == 0:
             value = self.first_values[info.key]
             self._send_value(key, value if info.space == HOST else self._session.spaces.of(info).to_host(value))
-
-    def _needs_whole(self, info: KeyInfo) -> bool:
-        optimizer = self._session.optimizer_of(info)
-        return optimizer is not None and not optimizer.elementwise
 
     def _begin_owners(self) -> None:
         """Let this worker own keys, as all workers do that agree on the first key with owners."""
@@ -234,8 +228,6 @@ class OwnedKeys:
 
         before_cut: by the number of a divided key that owners get all of, the elements that workers own.
         """
-        if slot == DEFAULT_SLOT:
-            self.takes_whole = not elementwise
         self._move_keys(slot, before_cut, whole=not elementwise)
         self._send_optimizer(slot, pickled, key_ids)
 
@@ -264,20 +256,20 @@ class OwnedKeys:
         Keys that it needs whole and the last one did not, or the other way round, get new units at their owner.
         Worker 0 pulls and sends the values. ConfigError where workers have not pushed these keys equally often.
         """
+        # Not those that are row-sparse, or of which all goes round the ring.
+        served = [self._keys[one.id] for one in self._session.in_order() if one.id in self._keys]
+        served = [key for key in served if self._session.slot_of(key.info) == slot]
         moved: list[tuple[ClientKey, Placement]] = []
-        served: list[ClientKey] = []
-        for info in self._session.in_order():
-            key = self._keys.get(info.id)  # None: row-sparse, or all of it goes round the ring
-            if key is None or self._session.slot_of(info) != slot:
-                continue
-            served.append(key)
+        for key in served:
+            info = key.info
             if whole and len(key.routes) + (info.id in before_cut) > 1:
                 moved.append((key, at_one(info, info.id % len(self._servers), key.placement.partition_elems)))
             elif key.replicated:
                 moved.append((key, place_at_owners(self._members, info, compression.wire_of(info), updated=True)))
             elif whole != key.whole and len(key.pieces) > 1:
                 moved.append((key, key.placement))
-        self._check_pushes([key for key, _ in moved])
+        if moved and self.synchronous:  # a round that is not complete would be lost
+            self._session.agree(MOVE, [(key.info.key, key.pushed) for key, _ in moved], "set_optimizer")
         for key in served:
             key.whole = whole
         for key, placement in moved:
@@ -291,25 +283,6 @@ class OwnedKeys:
                 key.use_placement(placement)
                 self._send_value(key, value)
             key.use_placement(placement)
-
-    def _check_pushes(self, keys: Sequence[ClientKey]) -> None:
-        """Raise ConfigError, on every worker, where not all have pushed a round of these keys: it would be lost.
-
-        Collective, blocks.
-        """
-        if not keys or not self.synchronous:
-            return
-        gathered = self._session.gather("set_optimizer", json.dumps([key.pushed for key in keys]).encode())
-
-        def compare() -> None:
-            for key, pushes in zip(keys, zip(*map(json.loads, gathered), strict=True), strict=True):
-                if len(set(pushes)) > 1:
-                    raise ConfigError(
-                        f"set_optimizer: key {shown(key.info.key)} was pushed {', '.join(map(str, pushes))} times by "
-                        "workers 0, 1, ...; all have to push a round before an optimizer of another kind takes the key"
-                    )
-
-        self._session.decide("set_optimizer moves keys", compare)
 
     def _pull_uncompressed(self, key: ClientKey, outs: Sequence[HostArray]) -> None:
         """Pull a key's value uncompressed and wait for it, so that a codec of answers keeps its state. Blocks."""
