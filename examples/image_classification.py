@@ -6,6 +6,7 @@
     mpikv launch -n 4 -s 2 python examples/image_classification.py --optimizer sgd --lr 0.05
     mpikv launch -n 4 -s 0 python examples/image_classification.py --kv-store dist_async --dataset fashion-mnist
     mpikv launch -n 4 -s 0 python examples/image_classification.py --local 8 --outer nesterov
+    mpikv launch -n 2 -s 0 --restarts 1 python examples/image_classification.py --kill-at 50
 
 Batches. Each step takes the next --batch-size images of every worker, from one random order of all images. What is left
 at the end of an epoch and makes no whole step is left out, other images in every epoch. A step's gradient is the mean
@@ -38,6 +39,8 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -54,7 +57,7 @@ from torch import nn
 from torch_networks import NETWORKS
 from usage import Parser
 
-from mpikv import KVStore, LocalUpdates, MpikvError, Trainer, kv
+from mpikv import Config, KVStore, LocalUpdates, MpikvError, Trainer, kv
 from mpikv.common.progress import Progress
 from mpikv.data import SplitSampler, split_and_load
 
@@ -80,6 +83,8 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--momentum", type=float, default=0.9, help=f"for {', '.join(sorted(WITH_MOMENTUM))} (0.9)")
     add("--wd", type=float, default=0.0, help="weight decay (0)")
     add("--no-augment", action="store_true", help="train on the images as they are, not cut and mirrored at random")
+    add("--kill-at", type=int, metavar="STEP", help="the last worker kills itself after this step, in a job's first "
+        "run alone: mpikv launch --restarts goes on from the last snapshot")  # fmt: skip
     add("--tensorboard", type=Path, metavar="DIR", help="write loss, accuracy and the store's counts for TensorBoard")
     compressed.add_options(parser)
     options = parser.parse_args(line)
@@ -212,12 +217,19 @@ class Run:
                 trainer.step(batch_size=self.together)
                 if self.local is not None:
                     self.local.step()
+                self.die_if_asked()
                 self.spread()
                 done += self.together
                 progress.update(self.together, loss=loss * self.store.num_workers / done)
                 if self.shared.stop_requested:
                     break
         return loss * self.store.num_workers / max(done, 1), done / (time.perf_counter() - start_s)
+
+    def die_if_asked(self) -> None:
+        """Kill the last worker at --kill-at, but not where the job was started again."""
+        last = self.store.rank == self.store.num_workers - 1
+        if last and self.trainer.steps == self.options.kill_at and Config.from_environ().restart == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def accuracy(self) -> float:
         """The share of test images that get their label; worker 0 knows it.

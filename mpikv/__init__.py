@@ -31,6 +31,7 @@ from mpikv.errors import (
 from mpikv.kv import KVStore, create
 from mpikv.trainer.local_updates import LocalUpdates
 from mpikv.trainer.parameter import Parameter
+from mpikv.trainer.snapshots import Snapshots
 from mpikv.trainer.trainer import Trainer
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "PeerError",
     "RowSparse",
     "ShapeMismatch",
+    "Snapshots",
     "SplitSampler",
     "StallError",
     "StatesFileError",

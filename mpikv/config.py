@@ -30,7 +30,7 @@ AUTO_INTERFACE = "auto"
 INTERFACE_NAME_CHARS = 15  # IFNAMSIZ of linux/if.h, less the end
 ALGORITHMS = ("auto", "ring", "owners", "native", "nccl")
 DEVICE_PATHS = ("auto", "nccl", "mpi", "host")  # of arrays on a GPU between workers
-PATHS = ("stop_file", "timeline", "metrics", "link")  # fields that a program may give as a path, too
+PATHS = ("stop_file", "snapshot_dir", "timeline", "metrics", "link")  # fields that a program may give as a path, too
 NUMBER_OR_WORD = ("local_device", "servers_take")  # fields that a program may give as a number, too
 
 
@@ -218,6 +218,8 @@ class Config:
     device_path: str = _setting("auto", _device_path, "MPIKV_DEVICE_PATH")
     stop_signals: str = _setting("", _signals, "MPIKV_STOP_SIGNALS")
     stop_file: str = _setting("", _text, "MPIKV_STOP_FILE")
+    snapshot_dir: str = _setting("", _text, "MPIKV_SNAPSHOT_DIR")
+    snapshot_s: float = _setting(30.0, _seconds, "MPIKV_SNAPSHOT_S")
     metrics: str = _setting("", _text, "MPIKV_METRICS")
     # Not for users. Tests and trials: pretended hosts, in blocks of ranks; bytes of a piece of a value on its way to a
     # server and back (0: by the links), and of a message in which short values of several keys travel (0: none do).
@@ -225,6 +227,8 @@ class Config:
     test_hosts: int = _setting(0, _integer(0), "MPIKV_TEST_HOSTS")
     partition_bytes: int = _setting(0, _integer(0))
     stop_asked: str = _setting("", _text, "MPIKV_STOP_ASKED")
+    # Of `mpikv launch --restarts`: how often the job was started again.
+    restart: int = _setting(0, _integer(0), "MPIKV_RESTART")
 
     def __new__(cls, **given: Any) -> Config:
         """Answer an unknown name with the nearest."""

@@ -41,7 +41,7 @@ __all__ = ["KVStore", "create"]
 
 # The settings that all ranks of a store must have alike, beside MPIKV_LINK and the number of servers.
 EQUAL = {"server_placement", "servers_take", "bigarray_bound_elems", "algorithm", "test_hosts", "shared_memory"}
-EQUAL |= {"stop_signals", "stop_file", "device_path"}
+EQUAL |= {"stop_signals", "stop_file", "snapshot_dir", "snapshot_s", "device_path"}
 
 _served: list[tuple[weakref.ref[KVStore], MPI.Group]] = []  # stores that server ranks serve or served, and these ranks
 
@@ -94,7 +94,7 @@ def create(
         if found.told.error:
             raise ConfigError(f"kv.create({name!r}): {found.told.error}")
         _warn_of_devices(found.warning)
-        store = local_store(name.lower(), spec, config.stop_file, found.spaces)
+        store = local_store(name.lower(), spec, config, found.spaces)
         store.session.log.rank(lambda: f"store {name.lower()!r} of one process: it sends nothing to others")
         metrics.start(store, config.metrics, f"mpikv-worker-{launcher.said_rank(os.environ)}")
         return _begun(store, config)

@@ -1,6 +1,7 @@
-"""Gather and scatter of byte strings of any length: for saving and loading states.
+"""Gather, scatter and swap of byte strings of any length: for saving and loading states.
 
-The length of each byte string is sent before it. Cost: two messages per rank, all at the root. Restrictions: none.
+The length of each byte string is sent before it. Cost: two messages per rank, of gather and scatter all at the root.
+Restrictions: none.
 """
 
 from __future__ import annotations
@@ -49,3 +50,20 @@ def scatter(group: Group, blobs: Sequence[bytes] | None, root: int, tag: int) ->
         if dest != root:
             yield from _send(group, blobs[dest], dest, tag)
     return blobs[root]
+
+
+def swap(group: Group, data: bytes, dests: Sequence[int], tag: int) -> Steps[dict[int, bytes]]:
+    """Send bytes to `dests[group.rank]`; return those that came here, by rank. dests: of all ranks. Collective.
+
+    A rank that is its own destination sends nothing.
+    """
+    dest, found = dests[group.rank], dict[int, bytes]()
+    sending = []
+    if dest != group.rank:
+        length = np.array([len(data)], np.int64)
+        sending = [group.isend(length, dest, tag), group.isend(np.frombuffer(data, np.uint8), dest, tag)]
+    for source in range(group.size):
+        if source != group.rank and dests[source] == group.rank:
+            found[source] = yield from _receive(group, source, tag)
+    yield from sending
+    return found

@@ -14,6 +14,7 @@ from typing import Any
 
 from mpikv.codecs.compression import Compressions
 from mpikv.collectives.nccl import NcclComm
+from mpikv.config import Config
 from mpikv.create import decisions, metrics
 from mpikv.create.offered import ServerOffer
 from mpikv.create.spec import StoreSpec
@@ -47,9 +48,9 @@ def _spaces(spaces: Spaces | None, spec: StoreSpec, *, on_host: bool = False) ->
     return replace(found, of_new_keys=HOST if on_host else DEVICE if spec.on_device else None)
 
 
-def local_store(name: str, spec: StoreSpec, stop_file: str = "", spaces: Spaces | None = None) -> KVStore:
+def local_store(name: str, spec: StoreSpec, config: Config | None = None, spaces: Spaces | None = None) -> KVStore:
     """A store of this process alone. spaces: where its values are, default host memory."""
-    session = Session(name, stop_file, _spaces(spaces, spec))
+    session = Session(name, config, _spaces(spaces, spec))
     return KVStore(session, LocalStrategy(session), on_device=spec.on_device)
 
 

@@ -1,8 +1,9 @@
 """A file of JSON and arrays, in the format of safetensors: `safetensors.numpy.load_file` opens it, too.
 
-Its content is one value: dicts, lists, texts and numbers, as JSON has them, and arrays anywhere in them. The arrays are
-the file's tensors, called by their way through the content, such as "weights/bias"; the JSON has {"array": name,
-"scalar": whether it is one of NumPy's numbers} in their place. The file's metadata is `format`, the kind of file;
+Its content is one value: dicts, lists, tuples, texts and numbers, and arrays and tensors anywhere in them. The arrays
+are the file's tensors, called by their way through the content, such as "weights/bias"; the JSON has {"array": name,
+"scalar": whether it is one of NumPy's numbers} in their place, {"tensor": name} for PyTorch's, {"tuple": list}, and
+{"pairs": list} for a dict with other keys than texts. The file's metadata is `format`, the kind of file;
 `version`; `content`, the JSON; and `crc32`, a checksum of all that, since safetensors has none. Nothing in a file is
 executed. The library holds sizes in the header against the size of the file before it allocates memory.
 
@@ -24,7 +25,8 @@ from typing import IO, Any, NamedTuple, NoReturn
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
-from mpikv.arrays.as_numpy import BFLOAT16, HostArray
+from mpikv.arrays import tensors
+from mpikv.arrays.as_numpy import BFLOAT16, HostArray, host_view
 from mpikv.common.checks import plain, shown
 from mpikv.common.files import open_regular, replacing
 from mpikv.errors import StatesFileError, UnsupportedError
@@ -37,6 +39,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     **{f"{letter}{8 * size}": np.dtype(f"{letter.lower()}{size}") for letter in "IU" for size in (8, 4, 2, 1)},
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MARKS = {"array", "tensor", "tuple", "pairs"}
 
 
 class _StoredTensor(NamedTuple):
@@ -71,8 +74,7 @@ def from_bytes(data: bytes, kind: str, origin: str) -> dict[str, Any]:
 
 def write_archive(file: IO[bytes], kind: str, content: Mapping[str, Any]) -> None:
     """Write a content. Raises UnsupportedError for an array of a dtype not in DTYPES, TypeError for what is no JSON."""
-    arrays: dict[str, HostArray] = {}
-    text, end = json.dumps(_apart(content, "", arrays)), 0
+    (text, arrays), end = apart(content), 0
     tensors = [
         _StoredTensor(
             name, _NAMES[array.dtype], list(array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -93,22 +95,71 @@ def write_archive(file: IO[bytes], kind: str, content: Mapping[str, Any]) -> Non
         file.write(one.data)
 
 
+def apart(content: Any) -> tuple[str, dict[str, HostArray]]:
+    """Return a content as JSON, and its arrays by their names. Raises UnsupportedError for what cannot be saved."""
+    arrays: dict[str, HostArray] = {}
+    return json.dumps(_apart(content, "", arrays)), arrays
+
+
 def _apart(value: Any, name: str, arrays: dict[str, HostArray]) -> Any:
     """Return a content as JSON. name: of the way to it. Its arrays are added to `arrays`."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        if value.dtype not in _NAMES:
-            raise UnsupportedError(f"an array of dtype {value.dtype} cannot be saved in a file of states")
-        name = name.encode(errors="backslashreplace").decode()  # UTF-8, and the name of a parameter may be any str
-        while name in arrays:
-            name += "'"
-        arrays[name] = np.asarray(value)
-        return {"array": name, "scalar": isinstance(value, np.generic)}
     within = f"{name}/" if name else ""
     if isinstance(value, Mapping):
-        return {key: _apart(one, f"{within}{key}", arrays) for key, one in value.items()}
+        items = [(key, _apart(one, f"{within}{key}", arrays)) for key, one in value.items()]
+        if all(type(key) is str for key, _ in items) and not MARKS & value.keys():
+            return dict(items)
+        return {"pairs": [[_apart(key, name, arrays), one] for key, one in items]}
     if isinstance(value, (list, tuple)):
-        return [_apart(one, f"{within}{_called(one, i)}", arrays) for i, one in enumerate(value)]
-    return value
+        parts = [_apart(one, f"{within}{_called(one, i)}", arrays) for i, one in enumerate(value)]
+        return {"tuple": parts} if isinstance(value, tuple) else parts
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    array = _array_of(value, name)
+    name = name.encode(errors="backslashreplace").decode()  # UTF-8, and the name of a parameter may be any str
+    while name in arrays:
+        name += "'"
+    arrays[name] = array
+    if tensors.is_tensor(value):
+        return {"tensor": name}
+    return {"array": name, "scalar": isinstance(value, np.generic)}
+
+
+def _array_of(value: Any, name: str) -> HostArray:
+    """Return an array of any library in host memory."""
+    if tensors.is_tensor(value):
+        value = value.detach().cpu()
+        value = value if str(value.dtype) == "torch.bfloat16" else value.numpy()  # of which NumPy has none
+    if not isinstance(value, (np.ndarray, np.generic)):
+        try:
+            value = host_view(value, name)
+        except TypeError:
+            holds = "a file of states holds arrays, tensors, numbers, texts, None, and dicts, lists and tuples of these"
+            raise UnsupportedError(f"{name} is of type {type(value).__name__}; {holds}") from None
+    if value.dtype not in _NAMES:
+        listed = ", ".join(map(str, _NAMES))
+        raise UnsupportedError(f"{name or 'an array'} has dtype {value.dtype}; a file of states holds {listed}")
+    return np.asarray(value)
+
+
+def together(text: str, arrays: Mapping[str, HostArray], origin: str) -> Any:
+    """Do the inverse of `apart`. Raises StatesFileError for an array that is not there, ValueError for no JSON."""
+
+    def whole(found: dict[str, Any]) -> Any:
+        """Return what a mark stands for."""
+        if found.keys() == {"tuple"}:
+            return tuple(found["tuple"])
+        if found.keys() == {"pairs"}:
+            return {key: one for key, one in found["pairs"]}  # noqa: C416 - dict() would take three of them
+        name = found.get("array", found.get("tensor"))
+        if type(name) is not str or found.keys() not in ({"array", "scalar"}, {"tensor"}):
+            return found
+        if name not in arrays:
+            damaged(origin, f"damaged: it has no array {shown(name)}")
+        if "tensor" in found:
+            return tensors.in_memory_of(np.array(arrays[name]))[0]
+        return arrays[name][()] if found["scalar"] and not arrays[name].ndim else arrays[name]
+
+    return json.loads(text, object_hook=whole)
 
 
 def _called(one: Any, i: int) -> Any:
@@ -138,16 +189,7 @@ def read_archive(file: IO[bytes], kind: str, origin: str) -> dict[str, Any]:
             damaged(origin, "damaged: its checksum is wrong")
         arrays = {one.name: np.frombuffer(one.data, DTYPES[one.dtype]).reshape(one.shape) for one in tensors}
 
-        def together(found: dict[str, Any]) -> Any:
-            """Return the array in place of its name."""
-            name = found.get("array")
-            if type(name) is not str or found.keys() != {"array", "scalar"}:
-                return found
-            if name not in arrays:
-                damaged(origin, f"damaged: it has no array {shown(name)}")
-            return arrays[name][()] if found["scalar"] and not arrays[name].ndim else arrays[name]
-
-        content = json.loads(text, object_hook=together)
+        content = together(text, arrays, origin)
         if not isinstance(content, dict):
             damaged(origin, f"damaged: its content is {shown(content)}")
         return content

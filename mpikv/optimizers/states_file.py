@@ -68,7 +68,11 @@ def save_states(path: Place, records: Iterable[StateRecord], *, meta: Mapping[st
     records: one of all elements for each key; those of codecs may be of any elements. meta: JSON. Raises
     UnsupportedError for a state that cannot be saved, TypeError if meta is no JSON, OSError.
     """
-    content = packed(records, meta)
+    save_content(path, packed(records, meta))
+
+
+def save_content(path: Place, content: Mapping[str, Any]) -> None:
+    """Write what `packed` has returned. Local, blocks."""
     if isinstance(path, InMemory):
         path.content = content
     else:
@@ -78,7 +82,7 @@ def save_states(path: Place, records: Iterable[StateRecord], *, meta: Mapping[st
 def load_states(path: Place) -> StatesFile:
     """Read a file of states. Local. Raises StatesFileError for any other content, OSError if it cannot be opened."""
     content, origin = path.content if isinstance(path, InMemory) else archive.load(path, KIND), str(path)
-    records, meta = _records(content, origin), content.get("meta")
+    records, meta = records_of(content, origin), content.get("meta")
     if not isinstance(meta, dict):
         damaged(origin, f"damaged: meta in its header is {shown(meta)}")
     for record in records:
@@ -95,7 +99,7 @@ def records_to_bytes(records: Iterable[StateRecord]) -> bytes:
 
 def records_from_bytes(data: bytes, origin: str = "records of states") -> list[StateRecord]:
     """Do the inverse of `records_to_bytes`. Raises StatesFileError."""
-    return _records(archive.from_bytes(data, KIND, origin), origin)
+    return records_of(archive.from_bytes(data, KIND, origin), origin)
 
 
 def packed(records: Iterable[StateRecord], meta: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def _is_kept(value: Any) -> bool:
     return type(value) in (bool, int, float) or isinstance(value, (np.ndarray, np.generic))
 
 
-def _records(content: Mapping[str, Any], origin: str) -> list[StateRecord]:
+def records_of(content: Mapping[str, Any], origin: str) -> list[StateRecord]:
     listed = content.get("records")
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
         damaged(origin, "damaged: its header lists no records")

@@ -64,6 +64,7 @@ class Guard(TakesSignals):
         self._rank = rank
         self.label = f"rank {rank} of {size} on {socket.gethostname()}"
         self.exit_status = 0
+        self.step: Callable[[], int] | None = None  # after which the training is
         self._pid = os.getpid()
         self._before = sys.excepthook
         self._exit = sys.exit
@@ -169,7 +170,8 @@ class Guard(TakesSignals):
         ranks follows from it. All lines are one write: line by line, those of ranks that fail together would be mixed,
         and the first rank that has printed its own would end the job in the middle of the others' lines.
         """
-        lines = [*text.rstrip().splitlines(), f"ends the job with status {status}"]
+        after = "" if self.step is None else f" after step {self.step()}"
+        lines = [*text.rstrip().splitlines(), f"ends the job with status {status}{after}"]
         self._print("".join(f"[{self.label}] {line}\n" for line in lines))
 
     def _print(self, text: str) -> None:

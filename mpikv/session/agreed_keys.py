@@ -28,6 +28,7 @@ from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.worth import Worth, worth_of
 from mpikv.common.checks import shown
+from mpikv.config import Config
 from mpikv.engine.operation import Steps
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.observe.stall import INIT, Waiting
@@ -102,8 +103,8 @@ class AgreedSession(Session):
     agreeing: Agreeing
     on_attributes: list[Callable[[int, int, dict[str, Any]], None]]
 
-    def __init__(self, name: str, stop_file: str, spaces: Spaces | None, most_keys: int) -> None:
-        super().__init__(name, stop_file, spaces)
+    def __init__(self, name: str, config: Config, spaces: Spaces | None, most_keys: int) -> None:
+        super().__init__(name, config, spaces)
         self._events: KeyEvents
         self._broken: dict[Key, MpikvError] = {}
         self._released: set[Key] = set()

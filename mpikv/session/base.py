@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import Compressions
+from mpikv.config import Config
 from mpikv.engine.operation import Operation
 from mpikv.errors import MpikvError
 from mpikv.observe.activity import Activity
@@ -58,9 +59,10 @@ class Session:
     shares_memory: whether all workers add in memory that they share, so that no value travels over a link.
     compressions: how the values of keys travel that are initialised from now on. pid: the process whose session it
     is; 0: a child that is forked has a copy that is as good. stop_file: where a trainer saves when the workers
-    stop. stopped: whether they have. updater: a function of the user's that changes stored values in place of
-    optimizers. before_barrier: called by `barrier` first. before_close, after_close: called by `close` of the
-    store, before anything else and at its end, whatever happened. given: which errors callers have been given.
+    stop. stopped: whether they have. snapshot_dir, snapshot_s: where, and how often, a trainer saves what a restart
+    goes on from. updater: a function of the user's that changes stored values in place of optimizers. before_barrier:
+    called by `barrier` first. before_close, after_close: called by `close` of the store, before anything else and at
+    its end, whatever happened. given: which errors callers have been given.
     own_keys: keys of this library's own, which lie where their first values are, whatever the store's type says.
     recorder: gets what this rank does, while a timeline is written.
     log: of what is decided here. metrics: the file of this rank's metrics, if any.
@@ -68,13 +70,16 @@ class Session:
 
     rank = 0
     num_workers = 1
+    hosts: Sequence[str] = ("",)  # of the workers
     synchronous = True
     shares_memory = False
     pid = 0
     activity: Activity | None = None  # what this rank does in the store; None where nobody ever waits for it
 
-    def __init__(self, name: str, stop_file: str = "", spaces: Spaces | None = None) -> None:
-        self.name, self.stop_file = name, stop_file
+    def __init__(self, name: str, config: Config | None = None, spaces: Spaces | None = None) -> None:
+        config = config or Config()
+        self.name, self.stop_file = name, config.stop_file
+        self.snapshot_dir, self.snapshot_s = config.snapshot_dir, config.snapshot_s
         self.spaces = Spaces() if spaces is None else spaces
         self.compressions = Compressions()
         self.recorder = Recorder()
@@ -221,6 +226,10 @@ class Session:
     def scatter(self, call: str, parts: Sequence[bytes] | None) -> bytes:
         """This worker's part of those that worker 0 brings, one for each worker. Collective, blocks."""
         return parts[0] if parts else b""
+
+    def swap(self, call: str, data: bytes, dests: Sequence[int]) -> dict[int, bytes]:
+        """Send bytes to worker `dests[rank]`; return those that came here, by worker. Collective, blocks."""
+        return {}
 
     # --- stopping together
 

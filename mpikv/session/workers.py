@@ -70,7 +70,7 @@ class Workers(AgreedSession):
         store_id: str = "",
         processes: Sequence[Process] = (),
     ) -> None:
-        super().__init__(name, members.config.stop_file, spaces, wire.max_keys(transport.max_tag))
+        super().__init__(name, members.config, spaces, wire.max_keys(transport.max_tag))
         self.pid = os.getpid()
         self.transport, self.links, self.synchronous = transport, links, members.synchronous
         self.recorder = transport.recorder
@@ -80,7 +80,7 @@ class Workers(AgreedSession):
         self.transport.ledger.tags_from = wire.TAG_KEYS
         self.members = members
         self.group = Group(transport, members.workers)
-        self.rank, self.num_workers = self.group.rank, self.group.size
+        self.rank, self.num_workers, self.hosts = self.group.rank, self.group.size, self.group.hosts
         self.log = StoreLog("worker", self.rank, self.group.hosts[self.rank])
         self.shares_memory = members.path == "direct"
         self._different: ConfigError | None = None  # found at the end in the last updates of workers by themselves
@@ -188,6 +188,7 @@ class Workers(AgreedSession):
         raise _error_named(kind)(f"{call} failed at {self.messages.names[0]}: {result}")
 
     def gather(self, call: str, data: bytes) -> list[bytes]:
+        self.agree(call, None, call)  # which says so where a worker has closed, and will not come
         gathering = self.engine.start(blobs.gather(self.group, data, 0, wire.TAG_STATES), "states")
         self.wait_for(gathering, call)
         return gathering.result or []
@@ -197,6 +198,11 @@ class Workers(AgreedSession):
         scattering = self.engine.start(blobs.scatter(self.group, brought, 0, wire.TAG_STATES), "states")
         self.wait_for(scattering, call)
         return scattering.result or b""
+
+    def swap(self, call: str, data: bytes, dests: Sequence[int]) -> dict[int, bytes]:
+        swapping = self.engine.start(blobs.swap(self.group, data, dests, wire.TAG_STATES), "states")
+        self.wait_for(swapping, call)
+        return swapping.result or {}
 
     # --- waiting
 

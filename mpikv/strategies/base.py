@@ -30,9 +30,6 @@ from mpikv.spaces.named import DEVICE, HOST, Spaces
 Loaded = tuple[list[Key], list[Any]]
 """What all workers must know about a loaded states file: its keys, and each key's optimizer config if it was saved."""
 
-Write = Callable[[Sequence[Sequence[StateRecord]]], None]
-"""Writes a states file. Takes, for each owner, the states of the shards that it owns."""
-
 Read = Callable[[], StatesFile]
 """Reads a states file and checks that it fits the store."""
 
@@ -225,10 +222,10 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def save_states(self, write: Write) -> None:
-        """Call `write` at worker 0 with the states of all owners after all pushes of all workers. Collective, blocks.
+    def own_states(self, call: str, *, alone: bool = False) -> list[StateRecord]:
+        """This worker's share of all owners' states, after all pushes of all workers. Collective, blocks.
 
-        Raises what `write` raises, on every worker.
+        alone: the states of all owners as they are now, without other workers; in asynchronous stores.
         """
 
     @abstractmethod

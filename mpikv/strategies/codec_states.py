@@ -33,13 +33,12 @@ def compresses(session: Session, keys: Iterable[Key] | None = None) -> bool:
     return any(compression.of_text(info.codec).push != IDENTITY for info in infos)
 
 
-def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] | None = None) -> list[StateRecord]:
-    """Gather the states of all workers' codecs of `keys` (None: of all) at worker 0. Collective if any is encoded."""
+def own(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] | None = None) -> list[StateRecord]:
+    """The states of this worker's codecs of `keys` (None: of all). Collective if any is encoded."""
     if not isinstance(session, Workers) or not compresses(session, keys):
         return []
-    found = [part for part in strategy.codec_states(call) if keys is None or part.key in keys]
-    mine = records_to_bytes(part._replace(worker=session.rank) for part in found)
-    return [part for blob in session.gather(call, mine) for part in records_from_bytes(blob)]
+    found = (part for part in strategy.codec_states(call) if keys is None or part.key in keys)
+    return [part._replace(worker=session.rank) for part in found]
 
 
 def check(saved: Iterable[StateRecord], path: Place) -> None:

@@ -31,13 +31,13 @@ from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.agreement import Disagreement
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
-from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Strategy, Write, wait_for_all
+from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Strategy, wait_for_all
 from mpikv.strategies.exchange import too_many
 from mpikv.strategies.owned_calls import OwnedCall
 from mpikv.strategies.owned_keys import OwnedKeys
 from mpikv.strategies.ring_keys import RingKeys
 from mpikv.strategies.sparse import RowClient
-from mpikv.strategies.states import LOAD, SAVE, restored
+from mpikv.strategies.states import LOAD, restored
 
 
 class MixedCall(PreparedCall):
@@ -197,10 +197,11 @@ class DistributedStrategy(Strategy):
             return {}
         return {info.key: self._cut(info) for info in self._session.in_order() if not info.sparse}
 
-    def save_states(self, write: Write) -> None:
-        self._settle_all(SAVE)
-        of_ring, of_owners = self.ring.gather_states(), self.owners.gather_states
-        self._session.decide(SAVE, lambda: write([*of_ring, *of_owners()]))
+    def own_states(self, call: str, *, alone: bool = False) -> list[StateRecord]:
+        if not alone:
+            self._settle_all(call)
+        found = [*self.ring.own_states(), *self.owners.own_states(call, alone=alone)]
+        return sorted(found, key=lambda record: record.begin)  # as files of states have those of one key
 
     def load_states(self, read: Read) -> Loaded:
         self._settle_all(LOAD)

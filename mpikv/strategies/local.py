@@ -14,10 +14,11 @@ from mpikv.arrays.row_sparse import RowSparse
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, Owner
 from mpikv.optimizers.row_table import RowTable
+from mpikv.optimizers.states import StateRecord
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending, Session
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Write
+from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy
 from mpikv.strategies.states import collect, distribute, restored
 
 
@@ -113,9 +114,9 @@ class LocalStrategy(Strategy):
     def _all(self) -> list[tuple[KeyInfo, int, int]]:
         return [(info, 0, info.n_elems) for info in self._infos.values()]
 
-    def save_states(self, write: Write) -> None:
+    def own_states(self, call: str, *, alone: bool = False) -> list[StateRecord]:
         rows = [table.states(self._owner) for table in self._tables.values()]
-        write([[*collect(self._owner, self._all()), *(part for part in rows if part is not None)]])
+        return [*collect(self._owner, self._all()), *(part for part in rows if part is not None)]
 
     def load_states(self, read: Read) -> Loaded:
         """Read and check the file first, and only then change the states."""

@@ -39,7 +39,7 @@ from mpikv.strategies.exchange import Client, Item, too_many, wait_for_tags
 from mpikv.strategies.owned_calls import OwnedCalls
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
-from mpikv.strategies.states import LOAD, SAVE, distribute, restored
+from mpikv.strategies.states import LOAD, distribute, restored
 from mpikv.transports import wire
 from mpikv.transports.base import Transport
 from mpikv.transports.loopback import Loopback
@@ -302,11 +302,16 @@ class OwnedKeys:
                     owned += [(key.info, begin, end) for begin, end in pieces]
         return [*owned, *self.rows.owned(server)]
 
-    def gather_states(self) -> list[list[StateRecord]]:
-        """The states of all owners, each owner's in a list. At worker 0 alone; blocks."""
+    def own_states(self, call: str, *, alone: bool) -> list[StateRecord]:
+        """The states of those owners that this worker asks: of its own service, or of some servers. Blocks.
+
+        alone: of all owners.
+        """
         if not self.has_owners:
             return []
-        return [records_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)]
+        first, step = (0, 1) if alone else (self._rank, self._session.num_workers)
+        answers = (self._ask(wire.SAVE, [None], call, owner)[0] for owner in range(first, len(self._servers), step))
+        return [record for answer in answers for record in records_from_bytes(answer)]
 
     def send_states(self, file: StatesFile) -> None:
         """Give owners their states of a file. At worker 0 alone; blocks."""

@@ -45,7 +45,7 @@ from mpikv.strategies.message_path import Communicators, MpiPath, NativePath, Ri
 from mpikv.strategies.nccl_path import NcclPath
 from mpikv.strategies.queued_call import QueuedCall
 from mpikv.strategies.queues import RoundQueue, rounds
-from mpikv.strategies.states import LOAD, SAVE, collect, distribute
+from mpikv.strategies.states import LOAD, collect, distribute
 
 PATHS: Mapping[Path, type[KeyPath]] = {
     "direct": OneHostPath,
@@ -232,13 +232,9 @@ class RingKeys:
         """The shard of each key that a worker owns; begin equals end where it owns none."""
         return [(queue.info, queue.bounds[rank], queue.bounds[rank + 1]) for queue in self.all()]
 
-    def gather_states(self) -> list[list[StateRecord]]:
-        """The states of all workers' shards, each worker's in a list, at worker 0. Collective, blocks."""
-        if not self.in_use:
-            return []
-        self._session.agree(SAVE, None, SAVE)  # all workers are ready to send their states
-        mine = collect(self.owner, self._owned(self._session.rank))
-        return [records_from_bytes(blob) for blob in self._session.gather(SAVE, records_to_bytes(mine))]
+    def own_states(self) -> list[StateRecord]:
+        """The states of this worker's shards. Local."""
+        return collect(self.owner, self._owned(self._session.rank)) if self.in_use else []
 
     def send_states(self, file: StatesFile) -> None:
         """Cut the states of a file, at worker 0; they are sent when all know that the file is good."""

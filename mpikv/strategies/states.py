@@ -7,15 +7,15 @@ workers or servers can read it: shards are joined before writing, and cut by the
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpikv.common.checks import plain, shown
-from mpikv.errors import MpikvError, StatesFileError
+from mpikv.errors import MpikvError, PeerError, StallError, StatesFileError, UnsupportedError
 from mpikv.observe.stall import say
-from mpikv.optimizers import states, states_file
+from mpikv.optimizers import archive, states, states_file
 from mpikv.optimizers.archive import damaged
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
@@ -27,7 +27,9 @@ from mpikv.session.base import Session
 from mpikv.strategies import codec_states
 from mpikv.strategies.base import Loaded, Strategy
 
-SAVE, LOAD = "save_optimizer_states", "load_optimizer_states"  # the calls, as errors and agreements name them
+# The calls, as errors and agreements name them
+SAVE, LOAD, SNAPSHOT = "save_optimizer_states", "load_optimizer_states", "snapshot"
+KIND_OF_SHARE = "mpikv share of what is saved"
 
 Owned = Sequence[tuple[KeyInfo, int, int]]  # keys, each with begin and end of the shard that is owned
 
@@ -42,31 +44,96 @@ def collect(owner: Owner, owned: Owned) -> list[StateRecord]:
         ]
 
 
-def save_file(
+def archived(share: Callable[[], Mapping[str, Any]]) -> tuple[bytes, str]:
+    """This worker's share of what is saved, as an archive, and its error, "" for none: the others wait in the call."""
+    try:
+        return archive.to_bytes(KIND_OF_SHARE, share()), ""
+    except (PeerError, StallError):
+        raise
+    except (UnsupportedError, TypeError) as error:  # which say all
+        text = str(error)
+    except Exception as error:  # noqa: BLE001 - of the user's own objects, too
+        text = f"{type(error).__name__}: {error}"
+    return archive.to_bytes(KIND_OF_SHARE, {"error": text}), text
+
+
+def opened(worker: int, data: bytes, origin: str = "a worker's share") -> dict[str, Any]:
+    """A worker's share. Raises UnsupportedError with its error, StatesFileError for one that is damaged."""
+    share = archive.from_bytes(data, KIND_OF_SHARE, origin)
+    if error := share.get("error"):
+        raise UnsupportedError(f"worker {worker}: {error}")
+    return share
+
+
+def share_of(
     session: Session,
     strategy: Strategy,
-    path: Place,
-    keys: Sequence[Key] | None = None,
+    call: str,
     *,
-    dump_optimizer: bool,
+    keys: Collection[Key] | None = None,
+    own: Collection[Key] | None = None,
     of_codecs: Sequence[StateRecord] = (),
-) -> None:
-    """Write the optimizer states of `keys` (None: of all) into one file, whole or not at all. Collective, blocks.
+    alone: bool = False,
+    dump_optimizer: bool = True,
+) -> dict[str, Any]:
+    """This worker's share of the states of `keys` (None: of all), for `join_shares`. Collective, blocks.
 
-    The file also has the states of all workers' codecs of these keys, and `of_codecs`, which another store has
-    gathered. Raises MpikvError where no key has an optimizer or a codec, and OSError, on every worker.
+    own: the keys of which this worker gives what it has, if not of all of them. of_codecs: of this worker. alone: see
+    `own_states`.
     """
-    of_codecs = [*of_codecs, *codec_states.gather(session, strategy, SAVE, keys)]
-    stateless, cuts = not codec_states.compresses(session, keys), _cuts(session, strategy)
+    own = keys if own is None else own
+    mine = [part for part in strategy.own_states(call, alone=alone) if own is None or part.key in own]
+    # It also names keys that were never updated, so that loading the file removes the states that they have by then.
+    optimizers = {key: one for key, one in session.optimizers().items() if keys is None or key in keys}
+    kinds = [[key, optimizer.name] for key, optimizer in optimizers.items()]
+    configs = [[key, optimizer.config()] for key, optimizer in optimizers.items()] if dump_optimizer else []
+    meta = {"optimizers": kinds, "configs": configs, **_cuts(session, strategy)}
+    return states_file.packed([*mine, *of_codecs], meta)
 
-    def write(parts: Sequence[Sequence[StateRecord]]) -> None:
-        infos = [info for info in session.in_order() if keys is None or info.key in keys]
-        optimizers = {info.key: one for info in infos if (one := session.optimizer_of(info)) is not None}
-        if not optimizers and stateless:
+
+def join_shares(session: Session, shares: Sequence[Mapping[str, Any]], origin: str) -> dict[str, Any]:
+    """The content of a file of states, of the shares of all workers. Local. Raises StatesFileError.
+
+    session: has the keys.
+    """
+    of_codecs, by_key = list[StateRecord](), dict[Key, list[StateRecord]]()
+    for part in (part for share in shares for part in states_file.records_of(share, origin)):
+        (by_key.setdefault(part.key, []) if part.worker is None else of_codecs).append(part)
+    whole = []
+    for info in session.in_order():
+        if info.key in by_key and info.sparse:
+            whole.append(join_rows(info, by_key[info.key]))
+        elif info.key in by_key:
+            pieces = [(part.begin, part.end, part.state) for part in by_key[info.key]]
+            whole.append(record_of(info, 0, info.n_elems, states.join_states(pieces, info.n_elems)))
+    return states_file.packed([*whole, *of_codecs], shares[0]["meta"])
+
+
+def save_shares(session: Session, of: Session, path: Place, share: Callable[[], Mapping[str, Any]]) -> None:
+    """Write the shares that all workers make into one file, whole or not at all. Collective, blocks.
+
+    of: has the keys. Raises MpikvError where no key has an optimizer or a codec, what `share` has raised, and OSError,
+    on every worker.
+    """
+    gathered = session.gather(SAVE, archived(share)[0])
+
+    def write() -> None:
+        shares = [opened(worker, data) for worker, data in enumerate(gathered)]
+        if not shares[0]["meta"]["optimizers"] and not codec_states.compresses(session):
             raise MpikvError("save_optimizer_states: no optimizer was set, there are no states")
-        _write_file(path, parts, infos, optimizers, of_codecs, cuts=cuts, dump_optimizer=dump_optimizer)
+        states_file.save_content(path, join_shares(of, shares, str(path)))
 
-    strategy.save_states(write)
+    session.decide(SAVE, write)
+
+
+def save_file(session: Session, strategy: Strategy, path: Place, *, dump_optimizer: bool) -> None:
+    """Write the states of all keys' optimizers, and of all workers' codecs, into one file: see `save_shares`."""
+
+    def share() -> dict[str, Any]:
+        of_codecs = codec_states.own(session, strategy, SAVE)
+        return share_of(session, strategy, SAVE, of_codecs=of_codecs, dump_optimizer=dump_optimizer)
+
+    save_shares(session, session, path, share)
 
 
 def load_file(session: Session, strategy: Strategy, path: Place) -> Sequence[StateRecord]:
@@ -113,33 +180,6 @@ def _compare_cuts(path: Place, there: Mapping[str, Any], here: Mapping[str, Any]
             "so sums may differ in the last bit. Links were measured differently, or settings have changed; MPIKV_LINK "
             "with a file of `mpikv bench link --save` in all runs gives the same places"
         )
-
-
-def _write_file(
-    path: Place,
-    parts: Sequence[Sequence[StateRecord]],
-    infos: Sequence[KeyInfo],
-    optimizers: Mapping[Key, Optimizer],
-    of_codecs: Sequence[StateRecord],
-    *,
-    cuts: Mapping[str, Any],
-    dump_optimizer: bool,
-) -> None:
-    """Join the shards' states of all owners and write those of `infos`. optimizers: the user's, of these keys."""
-    by_key: dict[Key, list[StateRecord]] = {}
-    for part in (part for some in parts for part in some):
-        by_key.setdefault(part.key, []).append(part)
-    whole = []
-    for info in infos:
-        if info.key in by_key and info.sparse:
-            whole.append(join_rows(info, by_key[info.key]))
-        elif info.key in by_key:
-            pieces = [(part.begin, part.end, part.state) for part in by_key[info.key]]
-            whole.append(record_of(info, 0, info.n_elems, states.join_states(pieces, info.n_elems)))
-    # The file also names keys that were never updated, so that loading it removes the states that they have by then.
-    kinds = [[key, optimizer.name] for key, optimizer in optimizers.items()]
-    configs = [[key, optimizer.config()] for key, optimizer in optimizers.items()] if dump_optimizer else []
-    states_file.save_states(path, [*whole, *of_codecs], meta={"optimizers": kinds, "configs": configs, **cuts})
 
 
 def _read_file(

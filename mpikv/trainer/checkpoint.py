@@ -23,47 +23,56 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpikv.arrays.as_numpy import HostArray, host_view, shape_and_dtype
+from mpikv.arrays.as_numpy import HostArray, shape_and_dtype
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.observe.stall import say
 from mpikv.optimizers import Optimizer, Step
-from mpikv.optimizers.archive import DTYPES, arrays_by_name, damaged, from_bytes, load, to_bytes
+from mpikv.optimizers.archive import arrays_by_name, damaged, from_bytes, load, to_bytes
 from mpikv.optimizers.function import Function
 from mpikv.placement.keys import Key
 from mpikv.session.base import Session
 
 KIND, KIND_OF_WORKER = "mpikv checkpoint", "mpikv state of a worker"
 
-Kept = dict[str, HostArray] | None
-"""What a worker keeps for itself; None: nothing, and it is not asked to load anything."""
-
 
 def read(path: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a file, and check that it fits a model. parameters: arrays by name. Local.
 
-    It has `steps`, `examples` (how many the steps have used), `agreed` (the factor that workers agreed on and their
-    number, or nothing), `weights`, `workers` (what each keeps for itself, or nothing), and what a file of states has,
-    which is checked where the states are loaded. Raises StatesFileError, OSError.
+    Raises StatesFileError, OSError.
     """
     content = load(path, KIND)
+    check(content, path, parameters)
+    return content
+
+
+def check(content: Mapping[str, Any], path: str, parameters: Mapping[str, Any]) -> None:
+    """Raise StatesFileError where a content is no checkpoint, or of another model. path: what errors call it.
+
+    It has `steps`, `examples` (how many the steps have used), `agreed` (the factor that workers agreed on and their
+    number, or nothing), `weights`, `workers` (what each keeps for itself, or nothing), and what a file of states has,
+    which is checked where the states are loaded.
+    """
     named: Any = (content.get(name) for name in ("steps", "examples", "agreed", "workers"))
     steps, examples, agreed, workers = named
     counted = type(steps) is int and steps >= 0 and type(examples) in (int, float) and 0 <= examples < math.inf
     counted = counted and type(agreed) is list and all(type(one) in (int, float) for one in agreed)
     if not counted or len(agreed) not in (0, 2) or type(workers) is not list:
         damaged(path, f"damaged: {shown(steps)} steps, {shown(examples)} examples, {shown(agreed)}, {shown(workers)}")
-    for kept in workers:
-        if kept is not None:
-            arrays_by_name(kept, path)
+    if not all(one is None or type(one) is dict for one in workers):
+        damaged(path, f"damaged: {shown(workers)} in place of what workers keep")
     weights = arrays_by_name(content.get("weights"), path)
     lacking, foreign = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
     if lacking or foreign:
         damaged(path, f"is of another model: it lacks {shown(lacking)} and has {shown(foreign)} that this one lacks")
     check_fits(path, weights, parameters)
-    return content
+
+
+def described(arrays: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Return the shape and dtype of each array."""
+    return {name: shape_and_dtype(array, f"parameter {shown(name)}") for name, array in arrays.items()}
 
 
 def check_fits(origin: str, weights: Mapping[str, HostArray], parameters: Mapping[str, Any]) -> None:
@@ -81,10 +90,10 @@ class WorkerState(Protocol):
     """An object with a worker's own state."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return arrays by name, of any library."""
+        """Return dicts, lists and tuples of arrays, tensors, numbers, texts and None."""
 
-    def load_state_dict(self, state: dict[str, HostArray]) -> None:
-        """Restore a state from NumPy arrays that `state_dict` has returned in another process."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` has returned in another process, with arrays of NumPy and tensors of PyTorch."""
 
 
 def check_kept(kept: Any) -> WorkerState | None:
@@ -96,29 +105,7 @@ def check_kept(kept: Any) -> WorkerState | None:
     return found
 
 
-def gather_kept(session: Session, kept: WorkerState | None) -> list[bytes]:
-    """Return every worker's state at worker 0, for `kept_of`. Collective, blocks."""
-    mine, error = None, ""
-    try:
-        mine = None if kept is None else _arrays_of(kept)
-    except Exception as raised:  # noqa: BLE001 - whatever it is, the other workers wait in this call
-        error = str(raised)
-    return session.gather("save", to_bytes(KIND_OF_WORKER, {"kept": mine, "error": error}))
-
-
-def kept_of(gathered: Sequence[bytes]) -> list[Kept]:
-    """Return what was gathered, [] if no worker has a state; to be called where all share an error.
-
-    Raises UnsupportedError if some worker's `state_dict` failed, or returned what cannot be saved.
-    """
-    found = [from_bytes(data, KIND_OF_WORKER, "a worker's state") for data in gathered]
-    for worker, one in enumerate(found):
-        if one["error"]:
-            raise UnsupportedError(f"worker {worker}: {one['error']}")
-    return [one["kept"] for one in found] if any(one["kept"] is not None for one in found) else []
-
-
-def give_kept(session: Session, kept: WorkerState | None, saved: Sequence[Kept], path: str) -> None:
+def give_kept(session: Session, kept: WorkerState | None, saved: Sequence[Any], path: str) -> None:
     """Give each worker its own state if there are as many workers. Collective, blocks.
 
     saved: those of all, at worker 0, or empty, as on workers that have not read the file.
@@ -135,27 +122,16 @@ def give_kept(session: Session, kept: WorkerState | None, saved: Sequence[Kept],
         kept.load_state_dict(mine)
 
 
-def _arrays_of(kept: WorkerState) -> dict[str, HostArray]:
+def state_of(kept: WorkerState | None) -> Mapping[str, Any] | None:
+    """Return what a worker keeps, None for nothing. Raises UnsupportedError where it cannot say so."""
     try:
-        given = kept.state_dict()
+        found = None if kept is None else kept.state_dict()
     except Exception as error:
-        text = f"save: state_dict of worker_state raised {type(error).__name__}: {error}"
+        text = f"state_dict of worker_state raised {type(error).__name__}: {error}"
         raise UnsupportedError(text) from error
-    if not isinstance(given, Mapping):
-        raise UnsupportedError(f"save: state_dict of worker_state gave {shown(given)}, no arrays by their names")
-    if not all(type(name) is str for name in given):
-        raise UnsupportedError(f"save: worker_state has the names {shown(list(given))}; a checkpoint holds str alone")
-    return {name: _on_host(value, f"save: {shown(name)} of worker_state") for name, value in given.items()}
-
-
-def _on_host(value: Any, what: str) -> HostArray:
-    if hasattr(value, "cpu"):  # a tensor, on any device
-        value = value.detach().cpu()
-    array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else host_view(value, what)
-    if array.dtype not in DTYPES.values():
-        names = ", ".join(str(dtype) for dtype in DTYPES.values())
-        raise UnsupportedError(f"{what} has dtype {array.dtype}; a checkpoint holds {names}")
-    return array
+    if kept is not None and not isinstance(found, Mapping):
+        raise UnsupportedError(f"state_dict of worker_state gave {shown(found)}, no dict")
+    return found
 
 
 # --- weights

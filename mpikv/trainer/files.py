@@ -7,8 +7,10 @@ next run continues from it.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mpikv.arrays import as_numpy
@@ -19,11 +21,23 @@ from mpikv.errors import MpikvError
 from mpikv.kvstore import KVStore
 from mpikv.observe.stall import say
 from mpikv.optimizers import archive
+from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import InMemory, Place
 from mpikv.strategies import codec_states
-from mpikv.strategies.states import LOAD, SAVE, load_file, save_file
+from mpikv.strategies.states import (
+    LOAD,
+    SAVE,
+    SNAPSHOT,
+    archived,
+    join_shares,
+    load_file,
+    opened,
+    save_shares,
+    share_of,
+)
 from mpikv.trainer import checkpoint
-from mpikv.trainer.parameter import data_written, list_data
+from mpikv.trainer.generations import Generations
+from mpikv.trainer.parameter import data_written, divide, list_data
 from mpikv.trainer.torch_parameter import TorchBuffer
 from mpikv.trainer.weights import TrainedWeights
 
@@ -35,6 +49,7 @@ class TrainerFiles(TrainedWeights):
     _examples: float = 0
     _begun = False  # whether this object has made a step
     _stopped = False
+    _snapshots: Generations | None = None
 
     # --- states
 
@@ -55,19 +70,20 @@ class TrainerFiles(TrainedWeights):
 
     def _save_states(self, place: Place, *, together: bool) -> None:
         """Write the states. together: collective, and worker 0 writes."""
-        if self._updater is not None:
-            present = [key for name, key in self._trained.items() if not self._is_frozen(name)]
-            save_file(self._session, self._strategy, place, present, dump_optimizer=True)
-            return
-        of_codecs = codec_states.gather(self._session, self._strategy, SAVE, list(self._trained.values()))
+        owner, talks = self._updater or self._local, self._session if together else self._local.session
+        save_shares(talks, owner.session, place, partial(self._states_share, SAVE, alone=not together))
 
-        def save() -> None:
-            save_file(self._local.session, self._local.strategy, place, dump_optimizer=True, of_codecs=of_codecs)
-
-        if together:
-            self._session.decide(SAVE, save)
-        else:
-            save()
+    def _states_share(self, call: str, *, alone: bool, of_weights: Collection[str] | None = None) -> dict[str, Any]:
+        """This worker's share of the states. alone: of all. of_weights: whose, if every worker has all states."""
+        present = {key for name, key in self._trained.items() if not self._is_frozen(name)}
+        owner, own, of_codecs = self._updater or self._local, present, list[StateRecord]()
+        if not alone:
+            of_codecs = codec_states.own(self._session, self._strategy, call, [*self._trained.values()])
+            if self._updater is None and of_weights is not None:
+                own = {self._keys[name] for name in of_weights}
+            elif self._updater is None and self._session.rank:
+                own = set()
+        return share_of(owner.session, owner.strategy, call, keys=present, own=own, of_codecs=of_codecs, alone=alone)
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Read a file of `save_states`, with any number of workers, servers and devices.
@@ -137,21 +153,11 @@ class TrainerFiles(TrainedWeights):
         if self._asynchronous:
             self._session.barrier()
             self.pull_weights()
-        states = InMemory(path)  # filled at worker 0
-        self._save_states(states, together=True)
-        gathered = checkpoint.gather_kept(self._session, self._worker_state)
+        gathered = self._session.gather("save", archived(self._share)[0])
 
         def write() -> None:
-            workers, data = checkpoint.kept_of(gathered), self._data()
-            content = {
-                **states.content,
-                "steps": self._steps,
-                "examples": self._examples,
-                "agreed": self._agreed_factor(),
-                "weights": {name: as_numpy.host_view(data[name], f"parameter {shown(name)}") for name in data},
-                "workers": workers,
-            }
-            archive.save(path, checkpoint.KIND, content)
+            shares = [opened(worker, data) for worker, data in enumerate(gathered)]
+            archive.save(path, checkpoint.KIND, self._of_shares(shares))
 
         self._session.decide("save", write)
 
@@ -170,28 +176,37 @@ class TrainerFiles(TrainedWeights):
         if self._begun:
             raise MpikvError("resume after a step: it comes before the first one")
         path = self._session.stop_file if fname is None else checks.path("fname", fname)
-        if not path:
+        shares = self._snapshots.read() if self._snapshots is not None and fname is None else None
+        if not path and shares is None:
             return 0
         found: dict[str, Any] = {}
 
         def look() -> list[float] | None:
-            if not os.path.exists(path):
-                return None
-            if fname is None and (owner := os.stat(path).st_uid) not in (os.geteuid(), 0):
-                say(f"mpikv: warning: {path} (MPIKV_STOP_FILE), from which this run goes on, is of user {owner}")
-            found.update(checkpoint.read(path, self._data()))
-            return [found["steps"], found["examples"], *found["agreed"]]
+            if path and os.path.exists(path):
+                if fname is None and (owner := os.stat(path).st_uid) not in (os.geteuid(), 0):
+                    say(f"mpikv: warning: {path} (MPIKV_STOP_FILE), from which this run goes on, is of user {owner}")
+                found.update(checkpoint.read(path, self._data()))
+            if shares and (not found or shares[0]["steps"] > found["steps"]):
+                found.update(self._of_shares(shares))
+                checkpoint.check(found, SNAPSHOT, self._data())
+                say(f"mpikv: goes on from step {found['steps']}, of the last snapshot")
+            return [found["steps"], found["examples"], *found["agreed"]] if found else None
 
         progress = self._session.decide("resume", look)
         if progress is None:
             return 0
-        if self._updater is None and not found and look() is None:
+        if self._updater is None and shares is not None:
+            sent = archive.to_bytes(checkpoint.KIND, found) if self._session.rank == 0 else b""
+            found = archive.from_bytes(
+                self._session.scatter("resume", [sent] * self._session.num_workers), checkpoint.KIND, SNAPSHOT
+            )
+        elif self._updater is None and not found and look() is None:
             raise MpikvError(f"resume: worker 0 read {path}, and there is no such file on this worker's host")
-        states = InMemory(path, found)
+        states = InMemory(path or SNAPSHOT, found)
         self._load_states(states)  # fails before anything is changed if they are of another optimizer
         self._restore_weights(found.get("weights", self._data()))
         self._load_states(states)  # once more, since restoring the weights has removed them
-        checkpoint.give_kept(self._session, self._worker_state, found.get("workers", ()), path)
+        checkpoint.give_kept(self._session, self._worker_state, found.get("workers", ()), str(states))
         self._steps, self._examples, *agreed = progress
         self._resume_factor(agreed)
         return self._steps
@@ -230,6 +245,67 @@ class TrainerFiles(TrainedWeights):
             values = {name: list_data(self._params[name])[0] for name in names}
             self._distribute(self._store, names, values, updated=self._asynchronous)
 
+    # --- snapshots
+
+    def _begin_snapshots(self) -> None:
+        """Take snapshots from now on, where there is a place for them."""
+        session = self._session
+        if session.snapshot_dir and self._store is not None:
+            share = partial(self._share, alone=self._asynchronous)
+            self._snapshots = Generations(session, share, session.snapshot_s, session.snapshot_dir)
+
+    def _after_step(self) -> None:
+        self._take_snapshot_if_due()
+
+    def _follow_others(self) -> None:
+        self.pull_weights()
+
+    def _take_snapshot_if_due(self) -> None:
+        """Count a step of the training for snapshots. Collective where one is taken."""
+        if self._snapshots is None:
+            return
+        if self._session.namespaces > 1:
+            if self._session.rank == 0:
+                say("mpikv: warning: several trainers share the store: no snapshots are taken of them")
+            self._snapshots = None
+            return
+        self._snapshots.step(self._steps)
+
+    def _share(self, *, alone: bool = False) -> dict[str, Any]:
+        """This worker's share of a checkpoint. Collective.
+
+        What is not trained is in worker 0's. alone: all of it, as far as one worker of an asynchronous store knows it.
+        """
+        session, data = self._session, self._data()
+        self._finish_waiting()
+        if alone:
+            self._follow_others()
+        described = checkpoint.described({name: data[name] for name in self._trained})
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in described.items()}
+        parts = divide(sizes, 1 if alone else min(session.num_workers, len(sizes)))
+        mine = parts[session.rank] if session.rank < len(parts) else []
+        if session.rank == 0:
+            mine += data.keys() - sizes.keys()
+        return {
+            **self._states_share(SNAPSHOT, alone=alone, of_weights=mine),
+            "steps": self._steps,
+            "examples": self._examples,
+            "agreed": list(self._agreed_factor()),
+            "weights": {name: as_numpy.host_view(data[name], f"parameter {shown(name)}") for name in mine},
+            "kept": None if alone else checkpoint.state_of(self._worker_state),
+        }
+
+    def _of_shares(self, shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The content of a checkpoint, of all workers' shares. Local. Raises StatesFileError for what is of others."""
+        owner = self._updater or self._local
+        kept = [share["kept"] for share in shares]
+        return {
+            **{name: shares[0][name] for name in ("steps", "examples", "agreed")},
+            **join_shares(owner.session, shares, SNAPSHOT),
+            "weights": {name: value for share in shares for name, value in share["weights"].items()},
+            "workers": kept if any(one is not None for one in kept) else [],
+        }
+
     # --- stopping
 
     @property
@@ -246,6 +322,7 @@ class TrainerFiles(TrainedWeights):
         self._examples += batch_size if type(batch_size) is int else _whole_or_float(batch_size)
         self._begun = True
         if self._store is None or not self._store.stop_requested or self._stopped:
+            self._after_step()
             return
         self._stopped = True
         session, path = self._session, self._session.stop_file

@@ -30,7 +30,7 @@ from mpikv.common.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.kvstore import KVStore
 from mpikv.trainer.local_state import LocalState, weight_of
-from mpikv.trainer.parameter import Parameter, is_frozen, list_data, named, zero_grad
+from mpikv.trainer.parameter import Parameter, divide, is_frozen, list_data, named, zero_grad
 from mpikv.trainer.torch_parameter import TorchParameter, is_module
 from mpikv.trainer.trainer import Trainer
 
@@ -42,17 +42,6 @@ OUTER: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "easgd": ("sgd", {"learning_rate": 1.0}),
 }
 MOVING_RATE = 0.9  # of elastic averaging, over all workers: section 5 of the paper
-
-
-def divide(n_bytes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Return the names of each part, in their order. n_bytes: of each parameter. ValueError if they are too few."""
-    if parts > len(n_bytes):
-        raise ValueError(f"parts={parts}, and there are {len(n_bytes)} parameters: a parameter is not divided")
-    sizes, numbers = [(0, 0)] * parts, {}  # of each part its bytes and its parameters, some of which may have 0 bytes
-    for name in sorted(n_bytes, key=lambda name: -n_bytes[name]):  # stable: equal ones in their order
-        numbers[name] = part = min(range(parts), key=sizes.__getitem__)
-        sizes[part] = sizes[part][0] + n_bytes[name], sizes[part][1] + 1
-    return [[name for name in n_bytes if numbers[name] == part] for part in range(parts)]
 
 
 class PartsTrainer(Trainer):
@@ -79,6 +68,16 @@ class PartsTrainer(Trainer):
     def _count_step(self, batch_size: float) -> None:
         self._left_out = frozenset()  # a checkpoint that this may write is of all parts
         super()._count_step(batch_size)
+
+    def _after_step(self) -> None:
+        """Do nothing: `LocalUpdates` takes snapshots, after what it does with the common weights."""
+
+    def step_ended(self) -> None:
+        """Take a snapshot if it is time; called after each step, or each exchange, that all workers make."""
+        self._take_snapshot_if_due()
+
+    def _follow_others(self) -> None:
+        """Do nothing: what workers have moved is relative to the weights that they have."""
 
 
 class LocalUpdates:
@@ -206,9 +205,12 @@ class LocalUpdates:
             every = checks.whole("every: what it returns", every(state.steps), 1)
         # The last part's exchange is the last one of a turn, from which steps are counted.
         if state.unsent[-1] < (state.part + 1) * every // len(self._parts):
+            self._trainer.step_ended()
             return ended
         self._begin(state.part, None)
-        return self._finish_if_due() or ended
+        ended |= self._finish_if_due()
+        self._trainer.step_ended()
+        return ended
 
     def exchange(self) -> None:
         """End the rounds of all parts now, whatever `every` says, as before an evaluation. Collective, blocks.
@@ -225,6 +227,7 @@ class LocalUpdates:
                 self._begin(part, float(unsent) if self._every is None else None)
                 self._finish()
         self._state.part = 0
+        self._trainer.step_ended()
 
     def _begin(self, part: int, examples: float | None) -> None:
         """Begin the exchange of this part, and without a delay wait for it."""

@@ -327,3 +327,17 @@ def grad_written(parameter: Any) -> None:
     """Note that the arrays of `list_grad` hold a new value; to be called after each write."""
     if isinstance(parameter, TorchParameter):
         parameter.grad_written()
+
+
+def divide(n_bytes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """Divide parameters into parts of about as many bytes; return the names of each part, in their order.
+
+    n_bytes: of each parameter. Raises ValueError if they are too few.
+    """
+    if parts > len(n_bytes):
+        raise ValueError(f"parts={parts}, and there are {len(n_bytes)} parameters: a parameter is not divided")
+    sizes, numbers = [(0, 0)] * parts, {}  # of each part its bytes and its parameters, some of which may have 0 bytes
+    for name in sorted(n_bytes, key=lambda name: -n_bytes[name]):  # stable: equal ones in their order
+        numbers[name] = part = min(range(parts), key=sizes.__getitem__)
+        sizes[part] = sizes[part][0] + n_bytes[name], sizes[part][1] + 1
+    return [[name for name in n_bytes if numbers[name] == part] for part in range(parts)]

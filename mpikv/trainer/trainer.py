@@ -121,6 +121,7 @@ class Trainer(TrainerFiles):
         devices = len(list_data(self._params[next(iter(self._trained))]))
         self._shares = Shares(self._store, f"examples of trainer{self._number}", devices, self._optimizer)
         self._overlap = Overlap(self._tensors if overlap else {}, self.push_grad)
+        self._begin_snapshots()
 
     # --- the step
 

@@ -18,6 +18,7 @@ RANKS=  # how many; empty: one in each slot of the job
 SERVERS=2  # how many of them are parameter servers; 0: none, the workers own the weights
 PLACEMENT=spread  # of the servers: spread over the hosts, hosts of their own, or last
 DISTRIBUTION=block  # block: ranks fill host after host; cyclic: each host in turn gets one
+RESTARTS=0  # how often they are started again, from their last snapshot, where one dies
 REQUEUE=no  # yes: stopped and saved before its limit, it goes on later
 STOP_AFTER=1740  # seconds until the ranks are asked to stop: below h_rt; empty: never
 STOP_FILE=${MPIKV_STOP_FILE:-train-$JOB_ID.state}  # where a Trainer saves everything then

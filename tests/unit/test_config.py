@@ -30,6 +30,9 @@ SETTINGS = {
     "stop_file": ("", " /scratch/Job 1 ", "/scratch/Job 1"),
     "stop_asked": ("", "/scratch/asked", "/scratch/asked"),
     "metrics": ("", "/scratch/metrics", "/scratch/metrics"),
+    "snapshot_dir": ("", "/scratch/snapshots", "/scratch/snapshots"),
+    "snapshot_s": (30.0, "2.5", 2.5),
+    "restart": (0, "2", 2),
 }
 
 

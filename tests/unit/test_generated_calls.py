@@ -27,7 +27,7 @@ from hypothesis.extra import numpy as numpy_st
 from store_modes import Mode, mode_id
 
 import mpikv
-from mpikv import Config, KVStore, LocalUpdates, Parameter, RowSparse, SplitSampler, Trainer, kv, optimizers
+from mpikv import Config, KVStore, LocalUpdates, Parameter, RowSparse, Snapshots, SplitSampler, Trainer, kv, optimizers
 from mpikv.calls.request import Request
 from mpikv.common.checks import shown
 from mpikv.data import split_and_load, split_data
@@ -164,6 +164,9 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "updater": st.just(lambda key, total, stored: np.add(stored, total, out=stored)),
     "op": among("sum", "max", "mean", "adasum"),
     "outer": st.just("mean"),
+    "objects": among({"w": np.ones(2)}, {}, {"w": {}}, np.ones(2)),
+    "folder": among("folder", "new", None, "pipe"),
+    "every_s": among(0.001, 30.0, None),
     "last": among("uneven", "drop", "wrap"),
     "init": among(0.5, np.ones, lambda shape: None),
     "function": st.just(subtract),
@@ -200,15 +203,16 @@ def arguments(draw: st.DrawFn, function: Callable[..., Any]) -> tuple[list[Any],
 # --- calls
 
 CLASSES = [getattr(optimizers, name) for name in optimizers.__all__ if isinstance(getattr(optimizers, name), type)]
+ON_STORES = (LocalUpdates, Snapshots)
 CALLABLES: dict[str, Callable[..., Any]] = {
     **{cls.__name__: cls for cls in CLASSES if issubclass(cls, (optimizers.Optimizer, optimizers.Scheduler))},
     **{f"optimizers.{name}": getattr(optimizers, name) for name in ("create", "register")},
-    **{one.__name__: one for one in (Config, Parameter, RowSparse, Trainer, LocalUpdates, SplitSampler)},
+    **{one.__name__: one for one in (Config, Parameter, RowSparse, Trainer, *ON_STORES, SplitSampler)},
     **{"kv.create": kv.create, "split_data": split_data, "split_and_load": split_and_load},
     **{"Config.from_environ": Config.from_environ, "SplitSampler.for_store": SplitSampler.for_store},
 }
 KINDS = (
-    *(KVStore, Request, Trainer, LocalUpdates, RowSparse, Parameter, SplitSampler, Config),
+    *(KVStore, Request, Trainer, *ON_STORES, RowSparse, Parameter, SplitSampler, Config),
     *(optimizers.Optimizer, optimizers.Scheduler),
 )
 ATTRIBUTES = {
@@ -274,7 +278,7 @@ def play(calls: list[Call], store: KVStore | None = None) -> list[str]:
         target = kept.get(owner) if owner else None
         if owner and target is None:
             continue
-        if store is not None and name in ("Trainer", "LocalUpdates"):
+        if store is not None and name in ("Trainer", "LocalUpdates", "Snapshots"):
             args, kwargs = [], {**kwargs, "kvstore" if name == "Trainer" else "store": store}
         if store is not None and name == "set_optimizer":  # its own exceptions end the job, whatever they are
             args = [one for one in (*args, *kwargs.values()) if not callable(one) or one is subtract][:1]
@@ -333,9 +337,10 @@ MODES = (Mode("local", 1), Mode("dist_sync", 2), Mode("dist_sync", 2, 1, memory=
 OF_STORE = st.one_of(
     *[method(KVStore)] * 5,
     method(Request),
-    made(["Trainer", "LocalUpdates"]),
+    made(["Trainer", "LocalUpdates", "Snapshots"]),
     method(Trainer),
     method(LocalUpdates),
+    method(Snapshots),
 )
 
 

@@ -55,6 +55,7 @@ def _settings(job: BatchJob) -> list[str]:
         (f"SERVERS={job.servers}", "how many of them are parameter servers; 0: none, the workers own the weights"),
         ("PLACEMENT=spread", "of the servers: spread over the hosts, hosts of their own, or last"),
         ("DISTRIBUTION=block", "block: ranks fill host after host; cyclic: each host in turn gets one"),
+        (f"RESTARTS={job.restarts}", "how often they are started again, from their last snapshot, where one dies"),
         (f"REQUEUE={'yes' if job.requeue else 'no'}", "yes: stopped and saved before its limit, it goes on later"),
     ]  # fmt: skip
     if job.scheduler == "sge":  # Slurm signals a job that nears its limit; in Grid Engine job.sh keeps the time

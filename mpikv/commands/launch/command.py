@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from mpikv.commands.launch import channel
 from mpikv.commands.launch.processes import addressed, adopt_orphans, descendants, die_with_parent, segments, send
+from mpikv.common import snapshot_names
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGKILL)
@@ -31,6 +32,7 @@ READ_BYTES = 1 << 16
 LONGEST_BYTES = 1 << 20  # of a line; a longer one is cut
 BACKLOG_BYTES = 1 << 20  # towards a launcher that does not read; then the command has to wait
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as a shell has them
+MOST_SNAPSHOTS = 4096  # files that are reported, the newest
 
 
 class Command:
@@ -49,6 +51,7 @@ class Command:
         self.abandoned = False  # nobody is left to report to
         self._dismissed = False
         self._segments: set[str] = set()  # files that nobody may be left to remove
+        self._snapshots = ""  # the folder of the command's
         self._kill_at = float("inf")
         self._streams: dict[int, int] = {}  # the kind of frame for each pipe
         self._lines: dict[int, bytearray] = {}  # unfinished line of each pipe
@@ -63,6 +66,7 @@ class Command:
 
     def run(self, command: Sequence[str], env: dict[str, str], folder: str | None) -> int:
         """Start it and stay until it is gone. Its status, negative for a signal."""
+        self._snapshots = env.get("MPIKV_SNAPSHOT_DIR", "")
         error, status = self._start(command, env, folder)
         if error:
             self._report(status, error)
@@ -241,7 +245,9 @@ class Command:
 
     def _report(self, status: int, error: str = "") -> None:
         self._status = status
-        self._launcher.write(channel.message(channel.ENDED, status=status, asked=self._asked, error=error))
+        names = [str(name) for name in snapshot_names.in_folder(self._snapshots)] if self._snapshots else []
+        ended = {"status": status, "asked": self._asked, "error": error, "snapshots": names[-MOST_SNAPSHOTS:]}
+        self._launcher.write(channel.message(channel.ENDED, **ended))
 
     def _end_rest(self) -> None:
         gentle, hard = time.monotonic() + LINGER_S, time.monotonic() + LINGER_S + 1.0

@@ -216,6 +216,7 @@ class Connections:
         elif kind == channel.ENDED:
             fields = json.loads(body)
             rank.asked, rank.error = bool(fields["asked"]), str(fields["error"])
+            rank.snapshots = [str(name) for name in fields["snapshots"]]
             rank.order, rank.status = next(self.reports), int(fields["status"])
         return rank
 

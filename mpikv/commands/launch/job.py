@@ -10,7 +10,9 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +22,8 @@ from mpikv.commands.launch.hosts import Host
 from mpikv.commands.launch.output import Output
 from mpikv.commands.launch.processes import JOB
 from mpikv.commands.launch.rank import LAUNCH
-from mpikv.commands.launch.ranks import FAILED, RankBlock, place
+from mpikv.commands.launch.ranks import FAILED, LaunchedRank, RankBlock, place, workers_that_fit
+from mpikv.commands.launch.restarts import Restarts, goes_on_from
 from mpikv.commands.launch.watch import JobWatch, Limits
 from mpikv.commands.mpirun import AS_ROOT, find_mpirun, identify
 from mpikv.common import checks
@@ -31,6 +34,7 @@ from mpikv.runtime.launcher import OPEN_MPI
 
 BAD_INPUT = 2
 NOT_SHOWN = "***"  # by --dry-run, for a value of --env
+SNAPSHOTS, RESTART = "MPIKV_SNAPSHOT_DIR", "MPIKV_RESTART"
 PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 
 
@@ -63,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"mpikv launch: error: {error}", file=sys.stderr, flush=True)
         return NOT_FOUND if isinstance(error, NoCommandError) else BAD_INPUT
     try:
-        return _start(job, options, output)
+        _check_hosts(job, options)
+        return _run(job, options, output)
     except ConfigError as error:
         output.say(f"error: {error}")
         return FAILED
@@ -71,8 +76,34 @@ def run(options: argparse.Namespace) -> int:
         output.close()
 
 
-def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> LaunchedJob:
-    """Check everything that can be checked without starting anything. Raises ConfigError."""
+def _run(job: LaunchedJob, options: argparse.Namespace, output: Output) -> int:
+    """Run the job, and after a failure again as often as it may be. The status of the last run."""
+    restarts, begun_s = Restarts(options.restarts), time.monotonic()
+    folder = ""  # of the snapshots, where it is ours
+    if options.restarts and not {**os.environ, **job.given}.get(SNAPSHOTS):
+        # Not where Grid Engine tells: it empties a job's own directory whenever a task ends there.
+        place = "/tmp" if hosts.in_allocation(os.environ) else tempfile.gettempdir()
+        folder = os.path.join(place, f"mpikv-{secrets.token_hex(8)}-snapshots")
+    without: set[str] = set()  # hosts that are gone
+    while True:
+        if options.restarts:
+            job.given.update({RESTART: str(restarts.made)} | ({SNAPSHOTS: folder} if folder else {}))
+        ended = _start(job, output, restarts, folder)
+        if not ended.again:
+            return ended.status
+        if job.shell and any(rank.lost or not rank.host for rank in ended.ranks):
+            without |= remote.silent(job.hosts, job.shell).keys()
+        job = prepare(options, os.environ, without)
+        if options.timeout is not None:
+            left_s = max(1.0, begun_s + options.timeout - time.monotonic())
+            job = job._replace(limits=job.limits._replace(job=left_s))
+
+
+def prepare(options: argparse.Namespace, environ: Mapping[str, str], without: Collection[str] = ()) -> LaunchedJob:
+    """Check everything that can be checked without starting anything. Raises ConfigError.
+
+    without: hosts that are not used, for which there may be fewer workers.
+    """
     config = Config.from_environ(environ)
     try:
         os.getcwd()
@@ -85,11 +116,14 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Launched
     if options.launcher == "ssh" and not named:
         raise ConfigError("--launcher ssh needs hosts: -H FILE with one a line, or -H h1,h2")
     scheduled = not named and options.launcher == "mpi" and hosts.in_allocation(environ)
-    chosen = named or _of_allocation(options, environ)
+    chosen = [host for host in named or _of_allocation(options, environ) if host.name not in without]
+    workers = options.num_workers
+    if without and not options.oversubscribe:
+        workers = workers_that_fit(chosen, workers, servers, options.min_workers)
     elsewhere = scheduled or not all(hosts.is_here(host.name) for host in chosen)
     _check_command(options.command, here=not elsewhere)
     mpirun = identify(find_mpirun(environ, who="mpikv launch"))
-    blocks = place(chosen, options.num_workers, servers, oversubscribe=options.oversubscribe)
+    blocks = place(chosen, workers, servers, oversubscribe=options.oversubscribe)
     shell: tuple[str, ...] = ()
     if chosen and elsewhere:
         shell = hosts.allocated_shell(environ) if scheduled and not options.ssh else ()
@@ -159,11 +193,24 @@ def _show(job: LaunchedJob, options: argparse.Namespace) -> None:
         print(f"mpikv launch: values of --env are not printed: put them in the places of {NOT_SHOWN}", file=sys.stderr)
 
 
-def _start(job: LaunchedJob, options: argparse.Namespace, output: Output) -> int:
+def _check_hosts(job: LaunchedJob, options: argparse.Namespace) -> None:
+    """Raise ConfigError where other hosts cannot be reached."""
     if job.shell:
         remote.check_program(job.shell)
     if options.launcher == "ssh":
         remote.check(job.hosts, job.shell)
+
+
+class RunEnd(NamedTuple):
+    """How one run of the job has ended. again: whether another one is to follow."""
+
+    status: int
+    again: bool
+    ranks: list[LaunchedRank]
+
+
+def _start(job: LaunchedJob, output: Output, restarts: Restarts, folder: str) -> RunEnd:
+    """Run the job once. folder: of the snapshots, to be removed where the job has succeeded; "" for none."""
     number, secret = secrets.token_hex(8), secrets.token_hex(16)
     watch = JobWatch(job.blocks, secret, output, job.limits, job.addresses)
     plan = {
@@ -178,13 +225,21 @@ def _start(job: LaunchedJob, options: argparse.Namespace, output: Output) -> int
     # For the process above each rank, see rank.py.
     variables = {**job.variables, LAUNCH: json.dumps(plan), JOB: f"{number}/mpirun"}
     end = watch.run(job.words, {**os.environ, **variables})
+    ranks = list(watch.ranks.values())
+    again, why_not = restarts.again(ranks, end, asked=watch.asked)
+    if again:
+        why_not = f"starting again, {restarts.made} of {restarts.most}, {goes_on_from(ranks)}"
     if end.text:
-        output.say(end.text)
-    begun = {block.host for block in job.blocks if watch.ranks[block.first_rank].host}
-    seen = sorted({rank.host for rank in watch.ranks.values() if rank.host} or {socket.gethostname()})
-    left = remote.clean_up(number, sorted(begun - {""}) if end.status else [], job.shell)
+        output.say("; ".join(filter(None, (end.text, why_not))))
+    begun = {rank.host for rank in ranks} - {""}
+    swept = {block.host for block in job.blocks if watch.ranks[block.first_rank].host} - {""}
+    goes_on = again or (end.status and any(rank.snapshots for rank in ranks))  # now, or by hand
+    folders = [] if goes_on or not folder else [folder]
+    left = remote.clean_up(number, sorted(swept) if end.status or folders else [], job.shell, *folders)
     for host, what in left.items():
         output.say(f"{host}: {what}")
-    if end.status != 0 and not left:
-        output.say(f"no process of the job is left on {', '.join(seen)}")
-    return end.status or (FAILED if left else 0)
+    if end.status != 0 and not again and not left:
+        output.say(f"no process of the job is left on {', '.join(sorted(begun or {socket.gethostname()}))}")
+    if goes_on and not again and folder:
+        output.say(f"{SNAPSHOTS}={folder} goes on {goes_on_from(ranks)}, on the same hosts")
+    return RunEnd(end.status or (FAILED if left else 0), again, ranks)

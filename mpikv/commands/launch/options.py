@@ -18,6 +18,7 @@ LAUNCH_EXAMPLES = """examples:
   mpikv launch -n 2 -s 2 python train.py --kv-store dist_sync
   mpikv launch -n 8 -H hosts --launcher ssh python train.py
   mpikv launch -n 4 -s 0 --env OMP_NUM_THREADS=2 --timeout 3600 --output-dir logs python train.py
+  mpikv launch -n 4 -s 0 --restarts 3 python train.py  goes on from a state of seconds ago where a rank dies
   mpikv launch -n 4 --dry-run python train.py          a line of mpirun that starts the same
   mpikv launch -n 2 "python train.py --lr 0.1"         a command in quotes, as in MXNet's tutorial
 
@@ -80,6 +81,16 @@ def add_launch(commands: Any) -> None:
     add("--oversubscribe", action="store_true", help="more processes than the hosts have slots")
     add("--dry-run", action="store_true", help="print a line of mpirun that starts the same ranks, and run nothing")
     add("--timeout", metavar="SECONDS", type=seconds, help="end the job after so long, with status 124")
+    add(
+        "--restarts",
+        metavar="N",
+        type=at_least(0, MOST_RANKS),
+        default=0,
+        help="start the job again, up to so often, "
+        "where a rank dies, is killed or goes away with its host; it goes on from the last snapshot (default 0)",
+    )
+    add("--min-workers", metavar="N", type=at_least(1, MOST_RANKS), default=1,
+        help="with --restarts: go on with so many, where hosts are lost and slots are too few (default 1)")  # fmt: skip
     add("--grace", metavar="SECONDS", type=seconds, help="from SIGTERM to SIGKILL when the job is ended (default 4; "
         "MPIKV_TIMEOUT_S where workers save their state at SIGTERM, see MPIKV_STOP_SIGNALS)")  # fmt: skip
     add("--output-dir", metavar="DIR", help="also write each rank's output to DIR/worker-0.log, ...")
@@ -133,6 +144,8 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     add("-n", "--num-workers", dest="workers", type=int, required=True, metavar="N", help="workers")
     add("-s", "--num-servers", dest="servers", type=int, default=0, metavar="N", help="servers beside them (0)")
     add("-t", "--time", metavar="LIMIT", help="H:MM:SS, M:SS, minutes or D-H; default: the queue's limit")
+    add("--restarts", type=int, default=0, metavar="N",
+        help="start the ranks again, up to so often, where one dies, from their last snapshot (0)")  # fmt: skip
     add("--requeue", action="store_true", help="stopped so, and ended with status 0, the job goes back into the queue")
     add("--queue", "--partition", metavar="NAME", help="the queue or partition; default: the scheduler's choice")
     add("--name", default="train", help="the job's name (train)")

@@ -150,11 +150,19 @@ def end_job(job: str, terminate_s: float = TERMINATE_S, kill_s: float = KILL_S) 
 
 
 def sweep(arguments: Sequence[str]) -> int:
-    """`quick.py sweep JOB`, on another host: end what a job has left there, and print what is still left, in JSON."""
-    (job,) = arguments
+    """`quick.py sweep JOB [FOLDER]`, on another host: end what a job has left there, and remove the folder.
+
+    Prints the processes that are still left, in JSON.
+    """
+    job, *folders = arguments
     if not re.fullmatch(r"[0-9a-f]{16,}", job):
         raise SystemExit(f"{job!r} is no job's id")
     left = end_job(job)
+    if folders:
+        import shutil  # noqa: PLC0415 - it takes milliseconds, which the process above every rank would pay
+
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(left), flush=True)
     return 1 if left else 0
 

@@ -42,6 +42,9 @@ class LaunchedRank:
     abort_status: int = 0
     lost: bool = False  # the connection ended before it reported its end
     order: int = 0  # of the reports of an end, from 1
+    said: str = ""  # the last line that it printed, of its error where it ended the job by one
+    step: int | None = None  # after which it ended the job, as far as it knew
+    snapshots: Sequence[str] = ()  # names of those files on its host
 
     @property
     def name(self) -> str:
@@ -98,6 +101,15 @@ def place(hosts: Sequence[Host], workers: int, servers: int, *, oversubscribe: b
     return blocks
 
 
+def workers_that_fit(hosts: Sequence[Host], workers: int, servers: int, least: int) -> int:
+    """How many workers, at most `workers`, have a slot on these hosts beside the servers. ConfigError under `least`."""
+    slots = sum(host.slots or 0 for host in hosts)
+    fit = workers if any(host.slots is None for host in hosts) else min(workers, slots - servers)
+    if fit < least:
+        raise ConfigError(f"{slots} slots are left: too few for {least} workers and {servers} servers (--min-workers)")
+    return fit
+
+
 def per_host(blocks: Sequence[RankBlock]) -> list[tuple[str, int]]:
     counts: dict[str, int] = {}
     for block in blocks:
@@ -135,6 +147,18 @@ def first_failure(ranks: Sequence[LaunchedRank]) -> LaunchedRank | None:
     return min(failed, key=lambda rank: (rank.status == LOST_PEER, rank.order), default=None)
 
 
+def culprit(ranks: Sequence[LaunchedRank], *, mpirun_failed: bool) -> LaunchedRank | None:
+    """Whose end was the job's; None where it was no rank's that reported it.
+
+    mpirun_failed: whether `mpirun` itself says so; without it a rank that called MPI_Abort and ended with 0 is none.
+    """
+    failed = first_failure(ranks)
+    aborted = min((rank for rank in ranks if rank.aborted), key=lambda rank: rank.aborted, default=None)
+    if aborted is not None and (mpirun_failed if failed is None else aborted.aborted < failed.order):
+        return aborted
+    return failed
+
+
 def judge(ranks: Sequence[LaunchedRank], mpirun_status: int | None, *, asked: JobEnd | None = None) -> JobEnd:
     """The end of a job.
 
@@ -146,13 +170,10 @@ def judge(ranks: Sequence[LaunchedRank], mpirun_status: int | None, *, asked: Jo
             return JobEnd(0, f"{asked.text}, and all ranks ended with status 0")
         return asked
     own = exit_status(mpirun_status) if mpirun_status else 0
-    failed = first_failure(ranks)
-    aborted = min((rank for rank in ranks if rank.aborted), key=lambda rank: rank.aborted, default=None)
-    if aborted is not None and aborted is not failed and (own if failed is None else aborted.aborted < failed.order):
-        status = aborted.abort_status & 0xFF
-        return JobEnd(
-            status or own or FAILED, f"{aborted.name} on {aborted.host} called MPI_Abort with status {status}"
-        )
+    failed, first = first_failure(ranks), culprit(ranks, mpirun_failed=bool(own))
+    if first is not None and first is not failed:
+        status = first.abort_status & 0xFF
+        return JobEnd(status or own or FAILED, f"{first.name} on {first.host} called MPI_Abort with status {status}")
     if failed is not None:
         return _ended_badly(failed)
     missing = [rank for rank in ranks if not rank.host]

@@ -49,25 +49,31 @@ def check_program(words: Sequence[str]) -> None:
         raise ConfigError(f"other hosts are reached by {words[0]}, which is not on this machine{how}")
 
 
-def check(hosts: Sequence[Host], words: Sequence[str]) -> None:
-    """Ask every host for a sign of life, all at the same time. Raises ConfigError that has each one's answer."""
+def silent(hosts: Sequence[Host], words: Sequence[str]) -> dict[str, str]:
+    """Ask every host for a sign of life, all at the same time. What is wrong, by host."""
 
     def ask(host: Host) -> str:
         status, _, errors = run([*words, host.name, "true"], CONNECT_S + ANSWER_S)
-        return "" if status == 0 else f"{host.name}: {_last_line(errors, status)}"
+        return "" if status == 0 else _last_line(errors, status)
 
     others = [host for host in hosts if not is_here(host.name)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        wrong = list(filter(None, pool.map(ask, others)))
+        return {host.name: wrong for host, wrong in zip(others, pool.map(ask, others), strict=True) if wrong}
+
+
+def check(hosts: Sequence[Host], words: Sequence[str]) -> None:
+    """Raise ConfigError, with each one's answer, where hosts give no sign of life."""
+    wrong = silent(hosts, words)
     if wrong:
-        raise ConfigError(f"{len(wrong)} of {len(hosts)} hosts cannot be used:\n  " + "\n  ".join(wrong))
+        listed = "\n  ".join(f"{host}: {what}" for host, what in wrong.items())
+        raise ConfigError(f"{len(wrong)} of {len(hosts)} hosts cannot be used:\n  {listed}")
 
 
-def clean_up(job: str, hosts: Sequence[str], words: Sequence[str]) -> dict[str, str]:
-    """End what the job has left here and on these hosts. What is wrong, by host: {} where nothing is left."""
+def clean_up(job: str, hosts: Sequence[str], words: Sequence[str], *folders: str) -> dict[str, str]:
+    """End what the job has left here and on these hosts, and remove folders. What is wrong, by host: {} for nothing."""
 
     def sweep(host: str) -> str:
-        status, printed, errors = run([*words, host, *quick.command("sweep", job)], SWEEP_S)
+        status, printed, errors = run([*words, host, *quick.command("sweep", job, *folders)], SWEEP_S)
         try:
             left = json.loads(printed)
         except ValueError:
@@ -75,6 +81,8 @@ def clean_up(job: str, hosts: Sequence[str], words: Sequence[str]) -> dict[str, 
         return f"processes {left} are left" if left else ""
 
     left = end_job(job)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     wrong = {"this machine": f"processes {left} are left"} if left else {}
     others = [host for host in hosts if not is_here(host)] if words else []
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -50,11 +50,11 @@ def time_text(seconds: int) -> str:
 class BatchJob:
     """What is asked of the scheduler, slurm or sge.
 
-    workers, servers: ranks; time_s: limit (None: the queue's); queue, python_env: None for the
-    scheduler's or the script's choice; environ: names of variables that stand in the file `environment`; passed: names
-    of this environment's variables that Grid Engine gives to the job, () for its usual ones; options: words for the
-    scheduler; with_srun: Slurm starts the ranks itself; array: indices of a job array of Slurm's; program: shell text
-    of the PROGRAM line instead of `command`.
+    workers, servers: ranks; restarts: how often they are started again where one dies; time_s: limit (None: the
+    queue's); queue, python_env: None for the scheduler's or the script's choice; environ: names of variables that stand
+    in the file `environment`; passed: names of this environment's variables that Grid Engine gives to the job, () for
+    its usual ones; options: words for the scheduler; with_srun: Slurm starts the ranks itself; array: indices of a job
+    array of Slurm's; program: shell text of the PROGRAM line instead of `command`.
     """
 
     scheduler: str
@@ -68,6 +68,7 @@ class BatchJob:
     parallel_environment: str = ""
     output_dir: str = ""
     requeue: bool = False
+    restarts: int = 0
     python_env: str = ""
     environ: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
@@ -95,6 +96,7 @@ class BatchJob:
         for what, number, least in (
             ("workers", self.workers, 1),
             ("servers", self.servers, 0),
+            ("restarts", self.restarts, 0),
             ("CPUs per task", self.cpus_per_task, 1),
         ):
             if number < least:

@@ -46,7 +46,8 @@ TICK_S = 0.25
 READ_BYTES = 1 << 16
 # How MPICH and Intel MPI report it in the rank's own output, and how ours does under any MPI (runtime/abort.py)
 ABORTED = re.compile(
-    rb"^(?:.*application called MPI_Abort\(\w+, (-?\d+)\)|\[rank \d+ of \d+ on \S+\] ends the job with status (\d+)$"
+    rb"^(?:.*application called MPI_Abort\(\w+, (-?\d+)\)"
+    rb"|\[rank \d+ of \d+ on \S+\] ends the job with status (\d+)(?: after step (\d+))?$"
     rb"|mpikv: error: \[rank \d+ of \d+ on \S+\] )",
     re.MULTILINE,
 )
@@ -118,6 +119,11 @@ class JobWatch:
             self._output.of_mpirun(self._held)  # else it says at length what the launcher says in a line
         return end
 
+    @property
+    def asked(self) -> bool:
+        """Whether somebody asked for the end, by a signal or a limit, or nobody needed the job any more."""
+        return self._asked is not None
+
     def close(self) -> None:
         self._connections.close()
         self._selector.close()
@@ -145,15 +151,24 @@ class JobWatch:
             self._dismissed = False  # the others may have been by now
             self._connections.send(channel.SIGNAL, rank, signal=int(signal.SIGTERM))
         elif kind in (channel.OUT, channel.ERR):
-            aborts = None if rank.aborted else ABORTED.search(body)
-            if aborts is not None:
-                rank.aborted = next(self._connections.reports)
-                rank.abort_status = int(aborts[1] or aborts[2] or MISTAKE)
+            if not rank.aborted:
+                self._look_for_abort(rank, body)
             self._output.lines(OUT if kind == channel.OUT else ERR, rank.role, rank.number, rank.host, body)
             if self._ending and STOPPING.search(body):
                 self._let_save()
         elif kind == LOST or (kind == channel.ENDED and rank.status != 0):
             self._end_after_failure()
+
+    def _look_for_abort(self, rank: LaunchedRank, body: bytes) -> None:
+        """Note the last line that a rank printed, or the last one before it ends the job."""
+        aborts = ABORTED.search(body)
+        said = body
+        if aborts is not None:
+            rank.aborted = next(self._connections.reports)
+            rank.abort_status = int(aborts[1] or aborts[2] or MISTAKE)
+            rank.step = None if aborts[3] is None else int(aborts[3])
+            said = body[: aborts.start()] if aborts[2] else body
+        rank.said = said.rstrip().rpartition(b"\n")[2].decode(errors="replace") or rank.said
 
     def _look(self) -> None:
         """What no event tells: time limits, and states that must not last."""

@@ -9,6 +9,7 @@ import pathlib
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,7 @@ import safetensors.numpy
 
 from mpikv import optimizers
 from mpikv.errors import StatesFileError, UnsupportedError
-from mpikv.optimizers import states_file
+from mpikv.optimizers import archive, states_file
 from mpikv.optimizers.archive import to_bytes
 from mpikv.optimizers.states import StateRecord, join_states, slice_state
 from mpikv.optimizers.states_file import StatesFile, load_states, records_from_bytes, records_to_bytes, save_states
@@ -156,7 +157,8 @@ def tampered(change: Callable[[dict], Any]) -> bytes:
     """A file with the right checksum, and something else in its content."""
     content = states_file.packed(example(small=True).entries.values())
     change(content)
-    return to_bytes(states_file.KIND, content)
+    with mock.patch.object(archive, "MARKS", set()):  # with which a dict that looks like an array is told from one
+        return to_bytes(states_file.KIND, content)
 
 
 def set_in(*path: Any) -> Callable[[Any], None]:
@@ -255,9 +257,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: pathlib.Path, monkeypatch: 
     bad = [whole("w", (1,), np.float32, {"t": 1, "other": object()})]
     with pytest.raises(UnsupportedError, match="key 'w' cannot be saved"):
         save_states(path, bad)
-    with pytest.raises(UnsupportedError, match="dtype complex128 cannot be saved"):
+    with pytest.raises(UnsupportedError, match="has dtype complex128; a file of states holds"):
         save_states(path, [whole("w", (1,), np.float32, {"t": 1, "z": np.ones(1, complex)})])
-    with pytest.raises(TypeError, match="JSON"):
+    with pytest.raises(UnsupportedError, match="meta/x is of type object; a file of states holds arrays"):
         save_states(path, [], meta={"x": object()})
     with pytest.raises(TypeError, match="a key is a str or an int"):
         save_states(path, [whole(1.5, (), np.float32, {"t": 0})])

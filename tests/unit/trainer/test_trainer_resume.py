@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: a run that was stopped and resumed has the same bits as one that was not.
+"""Checkpoints and snapshots of a Trainer: a run that was stopped and resumed has the same bits as one that was not.
 
 What each worker keeps for itself is in them, and comes back to the worker that kept it.
 """
@@ -14,9 +14,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from on_workers import on
-from store_modes import MESSAGES, ONE_HOST, SERVED, TWO_HOSTS, Mode, modes
+from store_modes import HYBRID, MESSAGES, ONE_HOST, SERVED, TWO_HOSTS, Mode, modes
 
 from mpikv import Parameter, StatesFileError, Trainer, UnsupportedError
+from mpikv.common.snapshot_names import in_folder
+from mpikv.common.snapshot_names import whole as whole_ones
 from mpikv.errors import MpikvError
 from mpikv.optimizers import FactorScheduler, archive
 from mpikv.optimizers.states_file import packed
@@ -27,6 +29,7 @@ STEPS, STOP = 6, 3
 SHAPES = {"a": (3, 4), "bias": (4,), "one": (), "z": (2, 5)}
 MOMENTUM = ("sgd", {"learning_rate": 0.1, "momentum": 0.9})
 ALONE, THREE, SERVERS = Mode("dist_sync", 1), Mode("dist_sync", 3), Mode("dist_sync", 3, 2)
+EACH_STEP_S = 1e-6  # from one snapshot to the next
 ON_STORE = pytest.mark.parametrize("on_store", [True, False])
 
 
@@ -80,10 +83,19 @@ def begun(store, *, optimizer=MOMENTUM, dtype="float32", on_store=None, kept=Non
     return parameters, Trainer(parameters, *optimizer, kvstore=store, update_on_kvstore=on_store, worker_state=kept)
 
 
-def run(mode: Mode, first: int, last: int, file: Path | None = None, *, stop: bool = False, **options) -> list:
+def run(
+    mode: Mode,
+    first: int,
+    last: int,
+    file: Path | None = None,
+    *,
+    stop: bool = False,
+    by_itself: bool = False,
+    **options,
+) -> list:
     """Each worker's steps done before, and its weights, learning rate and own state at the end.
 
-    stop: save after the last step.
+    stop: save after the last step. by_itself: in snapshots after each step, in the folder `file`.
     """
 
     def body(store):
@@ -91,14 +103,14 @@ def run(mode: Mode, first: int, last: int, file: Path | None = None, *, stop: bo
         parameters, trainer = begun(store, kept=kept, **options)
         for parameter in parameters.values() if first else ():
             parameter.data[...] += 100  # what a resumed run begins with does not count
-        done = trainer.resume(file) if file is not None else 0
+        done = trainer.resume(None if by_itself else file) if file is not None else 0
         train(trainer, parameters, store.rank, max(first, done), last)
-        if stop:
+        if stop and not by_itself:
             trainer.save(file)
         own = {name: (type(one), one.dtype, one.shape, one.tobytes()) for name, one in kept.state.items()}
         return done, values(parameters), trainer.learning_rate, own
 
-    return mode.run(body)
+    return mode.run(body, **({"snapshot_dir": str(file), "snapshot_s": EACH_STEP_S} if by_itself else {}))
 
 
 SCHEDULED = "sgd", {"momentum": 0.9, "lr_scheduler": FactorScheduler(2, 0.5, base_lr=0.1)}
@@ -112,18 +124,23 @@ OPTIMIZERS = (
 
 @pytest.mark.parametrize(("optimizer", "dtype"), OPTIMIZERS, ids=lambda one: one if isinstance(one, str) else one[0])
 @ON_STORE
-@modes(ALONE, ONE_HOST, THREE, MESSAGES, SERVED, SERVERS)
-def test_same_bits(mode, on_store, optimizer, dtype, tmp_path):
-    """In a file whose name is as long as names can be."""
+@pytest.mark.parametrize("by_itself", [True, False])
+@modes(ALONE, ONE_HOST, THREE, MESSAGES, SERVED, SERVERS, HYBRID[3])
+def test_same_bits(mode, by_itself, on_store, optimizer, dtype, tmp_path):  # noqa: PLR0917 - fixtures
+    """In a file whose name is as long as names can be, or a folder of snapshots, which has two in the end."""
     file, options = tmp_path / ("x" * 255), {"optimizer": optimizer, "dtype": dtype, "on_store": on_store}
     whole = run(mode, 0, STEPS, **options)
+    options["by_itself"] = by_itself
     run(mode, 0, STOP, file, stop=True, **options)
     assert os.listdir(tmp_path) == [file.name]  # nothing beside it
+    assert not by_itself or [one.step for one in whole_ones(in_folder(str(file)))] == [STOP, STOP - 1]
     assert run(mode, STOP, STEPS, file, **options) == [(STOP, *found) for _, *found in whole]
 
 
-def test_other_numbers_of_workers_and_servers_go_on(tmp_path):
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_other_numbers_of_workers_and_servers_go_on(by_itself, tmp_path):
     """As one worker would have: other workers' gradients are 0. Their weights at the start are worker 0's."""
+    changes = {"snapshot_dir": str(tmp_path / "file"), "snapshot_s": EACH_STEP_S} if by_itself else {}
 
     def body(store, first, last):
         parameters = model()
@@ -131,13 +148,14 @@ def test_other_numbers_of_workers_and_servers_go_on(tmp_path):
             parameter.data[...] -= store.rank
         trainer = Trainer(parameters, *MOMENTUM, kvstore=store)
         assert values(parameters) == values(model())
-        assert trainer.resume(tmp_path / "file") == first
+        assert trainer.resume(None if by_itself else tmp_path / "file") == first
         train(trainer, parameters, 0, first, last, share=float(store.rank == 0))
-        trainer.save(tmp_path / "file")
+        if not by_itself:
+            trainer.save(tmp_path / "file")
         return values(parameters)
 
     for first, last, mode in ((0, 2, TWO_HOSTS), (2, 3, SERVERS), (3, 4, ALONE), (4, STEPS, Mode("dist_sync", 4))):
-        found = mode.run(partial(body, first=first, last=last))
+        found = mode.run(partial(body, first=first, last=last), **changes)
         assert found == [found[0]] * mode.workers
     assert found[0] == run(ALONE, 0, STEPS)[0][1]
 
@@ -251,10 +269,9 @@ def test_what_keeps_no_state() -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        *(({"b": wrong}, "'b' of worker_state") for wrong in ("text", np.array(["text"]), np.ones(2, np.complex64))),
+        *(({"b": wrong}, "kept/b ") for wrong in (1j, np.array(["text"]), np.ones(2, np.complex64))),
         (RuntimeError("no generator"), "state_dict of worker_state raised RuntimeError: no generator$"),
-        (None, "state_dict of worker_state gave None, no arrays by their names$"),
-        ({"a": 1, ("b", 1): 2}, r"worker_state has the names \['a', \('b', 1\)\]; a checkpoint holds str alone$"),
+        (None, "state_dict of worker_state gave None, no dict$"),
     ],
     ids=str,
 )
@@ -268,7 +285,7 @@ def test_what_cannot_be_saved(on_store, state, words, tmp_path):
         trainer.save(tmp_path / "run")
         if store.rank == 1:
             kept.state = state
-        with pytest.raises(UnsupportedError, match=f"worker 1: save: {words}"):
+        with pytest.raises(UnsupportedError, match=f"worker 1: {words}"):
             trainer.save(tmp_path / "run")
         trainer.step(1)
         assert trainer.steps == 1
@@ -289,7 +306,7 @@ def test_contents_that_are_none_of_a_checkpoint(tmp_path: Path) -> None:
     absent = {"array": "x", "scalar": False}
     assert resumed_from() == resumed_from(workers=[None]) == resumed_from(workers=[{"a": np.ones(2)}]) == 4
     wrong = [{"weights": one} for one in (None, "a", ["w"], {"0": 3}, {"0": absent}, {"0": np.float64(1)})]
-    wrong += [{"workers": one} for one in (None, "x", 1, [3], [{"a": absent}], [["w"]], [{"a": [np.eye(2)]}])]
+    wrong += [{"workers": one} for one in (None, "x", 1, [3], [["w"]])]
     for changes in (*wrong, {"steps": -1}, {"steps": 1.5}, {"examples": "x"}, {"agreed": [1]}, {"agreed": ["x", 1]}):
         with pytest.raises(StatesFileError, match=f"^{tmp_path}/run: damaged: .*$"):  # one line
             resumed_from(**changes)

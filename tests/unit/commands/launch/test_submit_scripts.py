@@ -531,7 +531,9 @@ def test_the_shell_of_a_rank_passes_on_what_slurm_sends_to_it_alone(tmp_path: Pa
     """As Slurm does where it tracks processes by cgroups. `mpirun` signals the group: twice would be once too often."""
     lines = (batch.TEMPLATES / "parts" / "launch.sh").read_text()
     made = lines[lines.index('[ "$KIND" = ') : lines.index("\nquoted()")]
-    subprocess.run(["bash", "-c", made], env={**os.environ, "KIND": kind, "WORK": str(tmp_path)}, check=True)
+    subprocess.run(
+        ["bash", "-c", made], env={**os.environ, "KIND": kind, "WORK": str(tmp_path), "RESTARTS": "0"}, check=True
+    )
     program = """if True:
         import os, signal, sys
         heard = []

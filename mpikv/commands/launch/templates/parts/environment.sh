@@ -15,6 +15,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS} OPENBLAS_NUM_THREADS=${OPENBLAS
 RANKS=${RANKS:-$SLOTS}
 is_number "$RANKS" && [ "$RANKS" -gt 0 ] || fail "RANKS=$RANKS is not a number of ranks"
 [ -z "$STOP_AFTER" ] || is_number "$STOP_AFTER" || fail "STOP_AFTER=$STOP_AFTER is not a number of seconds"
+RESTARTS=${RESTARTS:-0} # which older scripts do not set
+is_number "$RESTARTS" || fail "RESTARTS=$RESTARTS is not a number of restarts"
 is_number "$SERVERS" || fail "SERVERS=$SERVERS is not a number of servers"
 [ "$RANKS" -le "$SLOTS" ] || fail "$RANKS ranks do not fit into the $SLOTS slots of this job; ask for more slots ($MORE_SLOTS)"
 [ "$SERVERS" -lt "$RANKS" ] ||

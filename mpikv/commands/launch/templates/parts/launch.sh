@@ -4,7 +4,7 @@ trap '' USR1 USR2
 . "$PARTS/mpi.sh"
 . "$PARTS/$KIND.sh"
 LAUNCH+=("${LAUNCH_OPTIONS[@]}")
-[ "$KIND" = slurm-srun ] && FORWARDS=yes || FORWARDS=
+[ "$KIND" = slurm-srun ] && [ "$RESTARTS" = 0 ] && FORWARDS=yes || FORWARDS=
 echo "forwards=$FORWARDS" >"$WORK/rank"
 cat >>"$WORK/rank" <<'END'
 # One rank: sh rank NAME COMMAND... It ignores the signals until the program sets handlers. `mpirun` signals its whole
@@ -43,6 +43,11 @@ say "$RANKS ranks, $((RANKS - SERVERS)) workers and $SERVERS servers, of $SLOTS 
 say "$(python --version) in $PYTHON_ENV; $MPI, $MPIRUN"
 "${LAUNCH[@]}" sh "$WORK/rank" info python -m mpikv info || fail "the ranks could not be started, or \`mpikv info\` \
 found an error (see above)${UNFIT:+; $UNFIT}. It was run by: $(quoted "${LAUNCH[@]}") python -m mpikv info"
+# `mpikv launch` starts ranks that die again. It names servers by itself.
+if [ "$RESTARTS" != 0 ]; then
+    LAUNCH=(python -m mpikv launch --restarts "$RESTARTS" -n "$((RANKS - SERVERS))" -s "$SERVERS")
+    [ ${#LAUNCH_OPTIONS[@]} = 0 ] || LAUNCH+=(--mpirun-options "$(quoted "${LAUNCH_OPTIONS[@]}")")
+fi
 say "$(quoted "${LAUNCH[@]}" "${PROGRAM[@]}")"
 saved >"$WORK/saved"
 exec "${LAUNCH[@]}" sh "$WORK/rank" train "${PROGRAM[@]}"

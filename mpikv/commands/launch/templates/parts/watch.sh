@@ -1,6 +1,8 @@
 
 # A folder that all hosts share: in it the ranks say that they have begun and that they ended, and this shell
 # that they were asked to stop.
+MARKED=$RANKS # of the ranks, those that make marks there
+[ "$RESTARTS" = 0 ] || MARKED=$((RANKS - SERVERS))
 WORK=$(trap '' USR1 USR2; mktemp -d "$PWD/.mpikv-job.XXXXXX") || fail "$PWD cannot be written to"
 export MPIKV_STOP_ASKED=$WORK/asked
 marks() { # of this kind, from the program's ranks; a new file makes a network file system look anew
@@ -30,7 +32,7 @@ while kill -0 "$PID" 2>/dev/null; do
         # Passed on when all ranks have begun, for they would die of it before. As USR1: of TERM the launcher would end
         # them at once. Ranks that do not listen yet ignore it: their worker 0 looks for the file when it does.
         marks begun
-        if [ -z "$SENT" ] && [ ${#MARKS[@]} -ge "$RANKS" ]; then
+        if [ -z "$SENT" ] && [ ${#MARKS[@]} -ge "$MARKED" ]; then
             : >"$MPIKV_STOP_ASKED"
             kill -USR1 "$PID" 2>/dev/null
             SENT=yes
@@ -42,13 +44,15 @@ trap '' USR1 USR2 # there is nobody left to tell; and what follows is not to die
 wait "$PID"
 STATUS=$?
 
-# Open MPI's mpirun may end with status 0 after it has lost a host. So the ranks that ended with 0 are counted.
+# Open MPI's mpirun may end with status 0 after it has lost a host. So the ranks that ended with 0 are counted, but where
+# `mpikv launch` has done so, which may have gone on with fewer.
+[ "$RESTARTS" = 0 ] || MARKED=0
 for _ in 1 2 3 4 5 6 7 8 9 10; do
     marks ended
-    [ "$STATUS" = 0 ] && [ ${#MARKS[@]} -lt "$RANKS" ] || break
+    [ "$STATUS" = 0 ] && [ ${#MARKS[@]} -lt "$MARKED" ] || break
     sleep 1
 done
-if [ "$STATUS" = 0 ] && [ ${#MARKS[@]} -lt "$RANKS" ]; then
+if [ "$STATUS" = 0 ] && [ ${#MARKS[@]} -lt "$MARKED" ]; then
     STATUS=1
     say "error: $((RANKS - ${#MARKS[@]})) of $RANKS ranks never ended, though the launcher says status 0: a host was lost"
 fi

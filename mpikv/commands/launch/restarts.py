@@ -1,0 +1,61 @@
+"""Whether a job that has ended is started again, and from which state it goes on. Pure: no clock, no processes.
+
+A job is started again where a rank was killed, died of a signal or went away with its host, and where a rank failed by
+an error of its own, which may be one of the machine. The same error at the same step twice is the program's: the job
+ends with it. What was asked for (a signal, a time limit) or never began is not started again.
+
+Snapshots are files of the workers' (common/snapshot_names.py), which the processes above the ranks report.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpikv.commands.launch.ranks import JobEnd, LaunchedRank, culprit
+from mpikv.common.snapshot_names import parse, whole
+
+RANK = re.compile(r"^(mpikv: error: )?\[rank \d+ of \d+ on \S+\] ")
+
+
+class OwnError(NamedTuple):
+    """An error of a rank: its last line, and the step after which it came. step: None where nobody counts steps."""
+
+    error: str
+    step: int | None
+
+
+class Restarts:
+    """most: how often the job may be started again."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.made = 0
+        self._mistake: OwnError | None = None  # of the last run
+
+    def again(self, ranks: Sequence[LaunchedRank], end: JobEnd, *, asked: bool) -> tuple[bool, str]:
+        """Whether to start once more, and why not, "" where there is nothing to say. asked: the end was asked for."""
+        if end.status == 0 or asked or self.most == 0 or not any(rank.host for rank in ranks):
+            return False, ""
+        first = culprit(ranks, mpirun_failed=True)
+        if first is not None and first.error:
+            return False, ""
+        mistake = None
+        if first is not None and (first.aborted or (first.status or 0) > 0):
+            mistake = OwnError(RANK.sub("", first.said), first.step)
+        if mistake is not None and mistake == self._mistake:
+            where = "" if mistake.step is None else f" after step {mistake.step}"
+            return False, f"not started again: the same error{where} as in the run before"
+        self._mistake = mistake
+        if self.made == self.most:
+            return False, f"not started again: that was done {self.most} times (--restarts)"
+        self.made += 1
+        return True, ""
+
+
+def goes_on_from(ranks: Sequence[LaunchedRank]) -> str:
+    """From which state the next run goes on, in words."""
+    names = (parse(name) for rank in ranks for name in rank.snapshots)
+    found = whole(name for name in names if name is not None)
+    return f"from step {found[0].step}" if found else "from the beginning, as nothing was saved"

@@ -1,0 +1,85 @@
+"""Whether a job is started again, and from which state, by what its ranks have reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mpikv.commands.launch.hosts import Host
+from mpikv.commands.launch.ranks import JobEnd, LaunchedRank, workers_that_fit
+from mpikv.commands.launch.restarts import Restarts, goes_on_from
+from mpikv.errors import ConfigError
+
+FAILED = JobEnd(1, "failed")
+KILLED = {"status": -9}
+RAISED = {"status": 1, "aborted": 1, "said": "[rank 0 of 2 on h0] ValueError: x", "step": 7}
+ELSEWHERE = {**RAISED, "said": "[rank 1 of 2 on h1] ValueError: x"}
+MISTAKE = {"status": 2, "aborted": 1, "said": "mpikv: error: [rank 0 of 2 on h0] init: no key"}
+ALONE = {"status": 1, "said": "ModuleNotFoundError: No module named 'x'"}
+
+
+def ranks(*changes: dict[str, Any]) -> list[LaunchedRank]:
+    usual: dict[str, Any] = {"host": "h", "order": 1}
+    return [LaunchedRank("worker", i, i, **{**usual, **one}) for i, one in enumerate(changes)]
+
+
+def ends(most: int, *runs: dict[str, Any], asked: bool = False) -> list[bool]:
+    """For each run, of one rank, whether another one follows."""
+    restarts = Restarts(most)
+    return [restarts.again(ranks(one), FAILED, asked=asked)[0] for one in runs]
+
+
+@pytest.mark.parametrize(
+    ("runs", "again"),
+    [
+        ([KILLED, KILLED, KILLED], [True, True, True]),  # may well be killed at the same step twice
+        ([{"status": None, "lost": True}], [True]),
+        ([{"status": 139}, {"status": -11}], [True, True]),
+        ([RAISED, RAISED], [True, False]),
+        ([RAISED, ELSEWHERE], [True, False]),  # the same error on another rank and host
+        ([RAISED, {**RAISED, "step": 8}, RAISED], [True, True, True]),
+        ([RAISED, {**RAISED, "said": "ValueError: y"}], [True, True]),
+        ([RAISED, KILLED, RAISED], [True, True, True]),
+        ([MISTAKE, MISTAKE], [True, False]),
+        ([ALONE, ALONE], [True, False]),  # before there was a store, and a step
+        ([{"status": 127, "error": "no such command"}], [False]),
+        ([{"status": None, "host": ""}], [False]),  # nothing has begun
+    ],
+)
+def test_what_is_started_again(runs: list[dict[str, Any]], again: list[bool]) -> None:
+    assert ends(9, *runs) == again
+    assert not any(ends(0, *runs))
+    assert not any(ends(9, *runs, asked=True))
+    assert Restarts(9).again(ranks(*runs), JobEnd(0, ""), asked=False) == (False, "")
+
+
+def test_the_number_of_restarts_and_the_words() -> None:
+    restarts = Restarts(2)
+    said = [restarts.again(ranks(KILLED), FAILED, asked=False)[1] for _ in range(3)]
+    assert said == ["", "", "not started again: that was done 2 times (--restarts)"]
+    restarts = Restarts(2)
+    said = [restarts.again(ranks(RAISED), FAILED, asked=False)[1] for _ in range(2)]
+    assert said == ["", "not started again: the same error after step 7 as in the run before"]
+
+
+def test_from_which_state() -> None:
+    """All shares have to be there, on any host."""
+    names = [f"step-{step:08}-{step:016x}-{worker}-of-2.snapshot" for step in (5, 40) for worker in (0, 1)]
+    for there, words in (
+        ([names[:3], names[3:]], "from step 40"),
+        ([names[:3], [*names[:2], "other"]], "from step 5"),
+        ([[], names[:1]], "from the beginning, as nothing was saved"),
+    ):
+        assert goes_on_from(ranks(*({"snapshots": some} for some in there))) == words
+
+
+def test_how_many_workers_fit() -> None:
+    hosts = [Host("a", 2), Host("b", 3)]
+    assert [workers_that_fit(hosts, workers, 1, 1) for workers in (3, 4, 9)] == [3, 4, 4]
+    assert workers_that_fit([*hosts, Host("c")], 9, 1, 9) == 9
+    for left, servers, least in ((hosts, 1, 5), (hosts, 5, 1), ([], 0, 1)):
+        with pytest.raises(
+            ConfigError, match=r"slots are left: too few for \d workers and \d servers \(--min-workers\)"
+        ):
+            workers_that_fit(left, 5, servers, least)
