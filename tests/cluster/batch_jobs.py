@@ -12,10 +12,23 @@ from pathlib import Path
 import jobs
 import training
 from grid_engine import GridEngine
+from namespaces import Host, Network, wait_until
 from slurm import Slurm
+
+from mpikv.common.snapshot_names import ShareName, parse, whole
 
 HERE = Path(__file__).parent
 WHEREABOUTS = ["python", str(HERE / "whereabouts.py")]
+
+
+def wait_for_snapshot(hosts: Network, on: Sequence[Host], folder: Path) -> None:
+    """Wait until these hosts have a whole snapshot in the folder, each its part."""
+
+    def found() -> list[ShareName]:
+        listed = (name for host in on for name in hosts.call(host, "ls", str(folder)).stdout.split())
+        return whole(share for share in map(parse, listed) if share is not None)
+
+    wait_until(found, lambda: f"there is no whole snapshot on {on}")
 
 
 def looping(case: str) -> list[str]:
@@ -61,15 +74,15 @@ class Batch:
     def output(self) -> str:
         return self._out.read_text() if self._out.exists() else ""
 
-    def said(self, pattern: str, times: int = 1) -> list[re.Match[str]]:
-        deadline = time.monotonic() + 60
+    def said(self, pattern: str, times: int = 1, timeout_s: float = 60) -> list[re.Match[str]]:
+        deadline = time.monotonic() + timeout_s
         while True:
             more, text = self._cluster.running(self.number), self.output
             found = list(re.finditer(pattern, text))
             if len(found) >= times:
                 return found
             assert more, f"the job ended without {times} x {pattern!r}:\n{text}"
-            assert time.monotonic() < deadline, f"no {times} x {pattern!r} within 60 s:\n{text}"
+            assert time.monotonic() < deadline, f"no {times} x {pattern!r} within {timeout_s:g} s:\n{text}"
             time.sleep(0.1)
 
     def workers(self) -> dict[str, re.Match[str]]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -106,6 +107,13 @@ class GridEngine(daemons.Cluster):
     def notify(self, number: str) -> None:
         """Do what it does before it ends a job: here it ends it, too."""
         self.call("qdel", number)
+
+    def remind(self, number: str) -> None:
+        """Do what the script's own clock does: signal its shell."""
+        for host in self.hosts.hosts:
+            for pid, line in self.hosts.processes(host).items():
+                if re.search(rf"/job_scripts/{number}( |$)", line):
+                    os.kill(pid, signal.SIGUSR1)
 
     def cancel(self, number: str) -> None:
         self.call("qdel", "-f", number)

@@ -88,6 +88,8 @@ class Slurm(daemons.Cluster):
     def notify(self, number: str) -> None:
         self.call("scancel", "--batch", "--signal=USR1", number)
 
+    remind = notify  # as it does before a time limit
+
     def cancel(self, number: str) -> None:
         self.call("scancel", number)
 

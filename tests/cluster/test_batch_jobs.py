@@ -17,7 +17,7 @@ import namespaces
 import pytest
 import slurm as slurm_module
 import training
-from batch_jobs import WHEREABOUTS, Batch, changed, check_map, looping, stopped_together
+from batch_jobs import WHEREABOUTS, Batch, changed, check_map, looping, stopped_together, wait_for_snapshot
 from grid_engine import GridEngine
 from launching import run
 from needs import find
@@ -58,9 +58,13 @@ STARTS = {
 }
 
 
-def on_all(*selected: str, of: str = "") -> pytest.MarkDecorator:
-    """Run a test with each start, or those of one system; but for the selected ones with --cluster alone."""
-    found = [pytest.param(one, id=name, marks=[] if name in selected else full) for name, one in STARTS.items()]
+def on_all(*selected: str, of: str = "", but: str = "") -> pytest.MarkDecorator:
+    """Run a test with each start but one, or those of one system; but for the selected ones with --cluster alone."""
+    found = [
+        pytest.param(one, id=name, marks=[] if name in selected else full)
+        for name, one in STARTS.items()
+        if name != but
+    ]
     return pytest.mark.parametrize("start", [one for one in found if str(one.id).startswith(of)])
 
 
@@ -243,6 +247,86 @@ def test_a_node_whose_cable_is_cut_ends_the_job(start: Start, tmp_path: Path) ->
         hosts.assert_gone(before, 60)
 
 
+# ---- restarts
+
+AGAIN = ["python", str(jobs.ROOT / "tests" / "mpirun" / "restarts_program.py")]
+EACH_STEP = {"MPIKV_SNAPSHOT_S": "0.000001", **training.SAME_BITS}
+STARTED_AGAIN = r"worker 3 on \w+ was killed by signal 9 \(SIGKILL\); starting again, 1 of 2, from step (\d+)"
+
+
+def undisturbed(workers: int) -> str:
+    """What worker 0 of so many prints of the weights that it has found on one machine."""
+    job = jobs.mpirun(workers, [*AGAIN, "none"], env=EACH_STEP)
+    job.check()
+    return job.stdout.splitlines()[-1]
+
+
+@on_all("slurm mpich", but="slurm srun")
+@pytest.mark.parametrize("servers", [0, pytest.param(2, marks=full)])
+def test_a_killed_worker_costs_a_restart_in_the_same_job(
+    cluster: Slurm | GridEngine, start: Start, servers: int, tmp_path: Path
+) -> None:
+    copy = changed(start.script, tmp_path, RESTARTS="2", SERVERS=str(servers))
+    with cluster.hosts.nothing_left():
+        program = [*AGAIN, "kill"]
+        job = Batch(cluster, start.mpi, tmp_path, start.options(4 + servers), program, copy, **EACH_STEP).ended(120)
+    assert job.status == 0, job.output
+    (step,) = re.findall(STARTED_AGAIN, job.output)
+    assert re.findall(r"begins with step (\d+)", job.output) == ["0", step]
+    assert undisturbed(4) in job.output
+
+
+@full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["slurm mpich", "grid_engine openmpi", "grid_engine mpich"])
+def test_a_job_that_is_started_again_requeues_itself(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """A worker is killed when the job has just been asked to stop, and another time when it goes on."""
+    start = STARTS[name]
+    cluster: Slurm | GridEngine = request.getfixturevalue(start.system)
+    copy = changed(start.script, tmp_path, RESTARTS="2", REQUEUE="yes")
+    options = [*start.options(), *(["--requeue"] if start.is_slurm else [])]
+    variables = {**EACH_STEP, "MPIKV_STOP_FILE": str(tmp_path / "states")}
+    with cluster.hosts.nothing_left():
+        batch = Batch(cluster, start.mpi, tmp_path, options, [*AGAIN, "requeue"], copy, **variables)
+        batch.said("begins with step 0")
+        cluster.remind(batch.number)
+        output = batch.ended(300).output
+        if found := re.search(r"goes on as job (\d+)", output):
+            batch.follow(found[1])
+            output += batch.ended(120).output
+    assert cluster.status(batch.number, output) == 0, output
+    (stopped,) = re.findall(r"stopped after step (\d+): weights", output)
+    first, second = re.findall(STARTED_AGAIN, output)
+    assert re.findall(r"begins with step (\d+)", output) == ["0", first, stopped, second]
+    assert int(stopped) == int(first) + 1
+    assert undisturbed(4) in output
+
+
+@on_all(but="slurm srun")
+@pytest.mark.timeout(400)
+def test_a_job_goes_on_without_a_host_that_has_crashed(start: Start, tmp_path: Path) -> None:
+    """With --no-kill Slurm lets the job have its other nodes. Grid Engine ends it when the host is back."""
+    program = ["python", str(Path(__file__).with_name("surviving.py")), str(tmp_path / "enough")]
+    copy = changed(start.script, tmp_path, RESTARTS="1")
+    if start.is_slurm:
+        workers, options = 3, ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--no-kill"]
+    else:
+        workers, options = 4, [*start.options(), "-q", "all.q@h2,all.q@h3"]  # the master is on h1
+    with own_cluster(start) as cluster, cluster.hosts.nothing_left():
+        hosts, folder = cluster.hosts, cluster.hosts.local / "snapshots"
+        variables = {"MPIKV_SNAPSHOT_DIR": str(folder), "MPIKV_SNAPSHOT_S": "0.1"}
+        batch = Batch(cluster, start.mpi, tmp_path, options, program, copy, **variables)
+        begun = batch.said(rf"worker (\d) of {workers} is (\w+) \d+ at step 0", workers)
+        there = {match[1]: host for match in begun for host in hosts.hosts if host.name == match[2]}
+        lost = there[str(workers - 1)]
+        wait_for_snapshot(hosts, [host for host in there.values() if host != lost], folder)
+        hosts.crash(lost)
+        (again,) = batch.said(r"starting again, 1 of 1, from step (\d+)", timeout_s=120)
+        batch.said(rf"worker \d of 2 is \w+ \d+ at step {again[1]}", 2, timeout_s=120)
+        (tmp_path / "enough").touch()
+        batch.said("ends with status 0", timeout_s=120)
+
+
 # ---- what others can read
 
 INSIDE = """#!/bin/bash
@@ -252,15 +336,17 @@ COLOUR=$(cat colour) exec python -m mpikv launch -n 4 -s 0 --env COLOUR "$@"
 """
 
 
-@pytest.mark.parametrize("way", ["submit", pytest.param("launch", marks=full)])
+@pytest.mark.parametrize(
+    "way", ["submit", pytest.param("submit --restarts 1", marks=full), pytest.param("launch", marks=full)]
+)
 @pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=full)])
 def test_values_of_env_are_nowhere_to_be_read(grid_engine: GridEngine, kind: str, way: str, tmp_path: Path) -> None:
     """Not in Grid Engine's files and in no command line, nor is the launcher's secret. launch: inside of a job."""
     value, program = os.urandom(16).hex(), ["python", str(Path(__file__).with_name("readable.py"))]
     program.append(str(grid_engine.folder))
     with grid_engine.hosts.nothing_left():
-        if way == "submit":
-            words = ["submit", "sge", "-n", 4, "--env", "COLOUR", "--wait", "--", *program]
+        if way != "launch":
+            words = ["submit", "sge", *way.split()[1:], "-n", 4, "--env", "COLOUR", "--wait", "--", *program]
             output = run(grid_engine.hosts, find(kind), words, timeout_s=100, COLOUR=value, **grid_engine.env).output
         else:
             (tmp_path / "colour").write_text(value)
@@ -284,6 +370,14 @@ def test_a_notice_stops_all_after_the_same_step(cluster: Slurm | GridEngine, sta
         job = batch.ended()
     assert job.status == 0, job.output
     assert stopped_together(job.output, 4) > 5
+
+
+@on_all(but="slurm srun")
+def test_a_notice_stops_ranks_that_would_be_started_again(
+    cluster: Slurm | GridEngine, start: Start, tmp_path: Path
+) -> None:
+    script = changed(start.script, tmp_path, RESTARTS="1")
+    test_a_notice_stops_all_after_the_same_step(cluster, start._replace(script=script), tmp_path)
 
 
 @full

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 
 import jobs
 import pytest
-from batch_jobs import HERE, looping
+from batch_jobs import HERE, looping, wait_for_snapshot
 from launching import Command, host_file, launch, launched
 from namespaces import Network
 
@@ -117,14 +116,12 @@ def test_a_job_goes_on_without_a_host_that_has_crashed(ssh_hosts: Network, mpi: 
     """With as many workers as have slots on the others, from what the lost worker had given to the next host."""
     options = ["-n", 3, "-s", 0, "-H", host_file(ssh_hosts, "{name} slots=1"), "--restarts", 1, "--min-workers", 2]
     enough = ssh_hosts.folder / "enough"
-    words, local = (
-        ["python", str(HERE / "surviving.py"), str(enough)],
-        {"MPIKV_SNAPSHOT_DIR": str(ssh_hosts.local / "snapshots")},
-    )
-    with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, words, MPIKV_SNAPSHOT_S="0.1", **local) as running:
+    words, folder = ["python", str(HERE / "surviving.py"), str(enough)], ssh_hosts.local / "snapshots"
+    local = {"MPIKV_SNAPSHOT_DIR": str(folder), "MPIKV_SNAPSHOT_S": "0.1"}
+    with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, words, **local) as running:
         for i in range(3):
             running.wait_for(rf"worker {i} of 3 is h{i + 1} \d+ at step 0", 60)
-        time.sleep(2)  # some snapshots; where there is none yet, the job begins anew, which the test would show
+        wait_for_snapshot(ssh_hosts, ssh_hosts.hosts[:2], folder)
         ssh_hosts.crash(ssh_hosts[2])
         step = running.wait_for(r"starting again, 1 of 1, from step (\d+)", 60)[1]
         for i in range(2):

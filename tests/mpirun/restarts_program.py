@@ -1,7 +1,8 @@
-"""A worker for tests of `mpikv launch --restarts`: `restarts_program.py CASE`, a Trainer's 12 steps.
+"""A worker for tests of restarts: `restarts_program.py CASE`, a Trainer's 12 steps.
 
 After step 6, and a snapshot of an earlier one, the last worker is killed in the first run (`kill`), or it raises in its
-seventh step in every run (`raise`). Worker 0 prints the step that it begins with, and the weights in the end.
+seventh step in every run (`raise`). `requeue`: it is killed when a batch script was asked to stop, and when the job has
+gone on later, after step 9 of that. Worker 0 prints the step that it begins with, and the weights in the end.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 import numpy as np
 
@@ -16,7 +18,7 @@ import mpikv
 from mpikv import kv
 from mpikv.common.snapshot_names import in_folder, whole
 
-STEPS, FAULT = 12, 6
+STEPS, FAULT, LATER = 12, 6, 9
 
 
 def main(case: str) -> None:
@@ -32,13 +34,18 @@ def main(case: str) -> None:
                 raise ValueError("a number that is wrong each time")
             weight.grad[...] = np.cos(weight.data + step) * (store.rank + 1)
             trainer.step()
-            if trainer.steps == FAULT and store.rank == store.num_workers - 1:
-                while case == "kill" and not whole(in_folder(config.snapshot_dir)):
-                    pass  # until the thread that writes the share has done so
-                if case == "kill" and config.restart == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            is_time = config.restart == 0 and trainer.steps == (LATER if begun else FAULT)
+            if case in ("kill", "requeue") and is_time and store.rank == store.num_workers - 1:
+                die(config.snapshot_dir, asked=case == "requeue" and not begun)
         if store.rank == 0:
             print(f"weights {weight.data.tolist()}")
+
+
+def die(snapshots: str, *, asked: bool) -> None:
+    """Be killed when a thread of each worker has written its share of a snapshot. asked: and when all are to stop."""
+    while not whole(in_folder(snapshots)) or (asked and not os.path.exists(os.environ["MPIKV_STOP_ASKED"])):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 main(sys.argv[1])

@@ -55,9 +55,12 @@ def _settings(job: BatchJob) -> list[str]:
         (f"SERVERS={job.servers}", "how many of them are parameter servers; 0: none, the workers own the weights"),
         ("PLACEMENT=spread", "of the servers: spread over the hosts, hosts of their own, or last"),
         ("DISTRIBUTION=block", "block: ranks fill host after host; cyclic: each host in turn gets one"),
-        (f"RESTARTS={job.restarts}", "how often they are started again, from their last snapshot, where one dies"),
         (f"REQUEUE={'yes' if job.requeue else 'no'}", "yes: stopped and saved before its limit, it goes on later"),
     ]  # fmt: skip
+    if not job.with_srun:
+        more = ", or with #SBATCH --no-kill a node" if job.scheduler == "slurm" else ""
+        comment = f"how often they are started again, from their last snapshot, where one dies{more}"
+        settings.insert(-1, (f"RESTARTS={job.restarts}", comment))
     if job.scheduler == "sge":  # Slurm signals a job that nears its limit; in Grid Engine job.sh keeps the time
         after = job.time_s - NOTICE_S if job.time_s else ""
         settings.append((f"STOP_AFTER={after}", "seconds until the ranks are asked to stop: below h_rt; empty: never"))

@@ -34,6 +34,8 @@ OTHER_SCHEDULERS = ("PBS_NODEFILE", "LSB_HOSTS", "COBALT_NODEFILE")
 QRSH = ("qrsh", "-inherit", "-nostdin", "-v", "PATH,LD_LIBRARY_PATH")
 # A step beside those that run, for looking at what is left.
 SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--quiet", "--nodelist")
+# The same for the srun by which mpirun starts its daemons: a step of before keeps its slots while a host of it is lost.
+OVERLAP = {"SLURM_OVERLAP": "1"}
 
 
 class Host(NamedTuple):

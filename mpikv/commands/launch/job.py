@@ -94,6 +94,8 @@ def _run(job: LaunchedJob, options: argparse.Namespace, output: Output) -> int:
         if job.shell and any(rank.lost or not rank.host for rank in ended.ranks):
             without |= remote.silent(job.hosts, job.shell).keys()
         job = prepare(options, os.environ, without)
+        if job.shell == hosts.SRUN:
+            job.variables.update(hosts.OVERLAP)
         if options.timeout is not None:
             left_s = max(1.0, begun_s + options.timeout - time.monotonic())
             job = job._replace(limits=job.limits._replace(job=left_s))
@@ -227,8 +229,10 @@ def _start(job: LaunchedJob, output: Output, restarts: Restarts, folder: str) ->
     end = watch.run(job.words, {**os.environ, **variables})
     ranks = list(watch.ranks.values())
     again, why_not = restarts.again(ranks, end, asked=watch.asked)
+    stop_file = {**os.environ, **job.given}.get("MPIKV_STOP_FILE", "")
+    state = goes_on_from(ranks, stop_file if os.path.exists(stop_file) else "")
     if again:
-        why_not = f"starting again, {restarts.made} of {restarts.most}, {goes_on_from(ranks)}"
+        why_not = f"starting again, {restarts.made} of {restarts.most}, {state}"
     if end.text:
         output.say("; ".join(filter(None, (end.text, why_not))))
     begun = {rank.host for rank in ranks} - {""}
@@ -237,9 +241,11 @@ def _start(job: LaunchedJob, output: Output, restarts: Restarts, folder: str) ->
     folders = [] if goes_on or not folder else [folder]
     left = remote.clean_up(number, sorted(swept) if end.status or folders else [], job.shell, *folders)
     for host, what in left.items():
-        output.say(f"{host}: {what}")
+        output.say(f"{host}: {what}{f'; {folder} may be left there' if folders else ''}")
+    if end.status == 0:  # the ranks on other hosts have ended well, whether one can look there any more or not
+        left = {host: what for host, what in left.items() if host == remote.HERE}
     if end.status != 0 and not again and not left:
         output.say(f"no process of the job is left on {', '.join(sorted(begun or {socket.gethostname()}))}")
     if goes_on and not again and folder:
-        output.say(f"{SNAPSHOTS}={folder} goes on {goes_on_from(ranks)}, on the same hosts")
+        output.say(f"{SNAPSHOTS}={folder} goes on {state}, on the same hosts")
     return RunEnd(end.status or (FAILED if left else 0), again, ranks)

@@ -28,6 +28,7 @@ SUBMIT_EXAMPLES = """examples:
   mpikv submit slurm -n 4 -s 2 --time 1:00:00 -- python train.py
   mpikv submit slurm -n 16 --queue gpu --option "--nodes=4" --option "--account=x" --wait -- python train.py
   mpikv submit sge -n 8 --pe mpi --time 30 --requeue -- python train.py
+  mpikv submit slurm -n 4 --restarts 3 --requeue -- python train.py
   mpikv submit slurm -n 4 --dry-run -- python train.py > train.sbatch
 
 exit status: 0 when the job was submitted; with --wait the job's; 2 for a wrong option or a refused job; 130 after
@@ -145,7 +146,7 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     add("-s", "--num-servers", dest="servers", type=int, default=0, metavar="N", help="servers beside them (0)")
     add("-t", "--time", metavar="LIMIT", help="H:MM:SS, M:SS, minutes or D-H; default: the queue's limit")
     add("--restarts", type=int, default=0, metavar="N",
-        help="start the ranks again, up to so often, where one dies, from their last snapshot (0)")  # fmt: skip
+        help="start ranks again, up to so often, from their last snapshot, where one dies or a host (0)")  # fmt: skip
     add("--requeue", action="store_true", help="stopped so, and ended with status 0, the job goes back into the queue")
     add("--queue", "--partition", metavar="NAME", help="the queue or partition; default: the scheduler's choice")
     add("--name", default="train", help="the job's name (train)")

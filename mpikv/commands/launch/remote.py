@@ -22,6 +22,7 @@ AT_ONCE = 32
 CONNECT_S = 5
 ANSWER_S = 15.0  # after it has connected: a host under load
 SWEEP_S = 8.0
+HERE = "this machine"
 # No questions on the terminal, and no waiting for a host that does not answer.
 PATIENCE = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
 
@@ -83,7 +84,7 @@ def clean_up(job: str, hosts: Sequence[str], words: Sequence[str], *folders: str
     left = end_job(job)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    wrong = {"this machine": f"processes {left} are left"} if left else {}
+    wrong = {HERE: f"processes {left} are left"} if left else {}
     others = [host for host in hosts if not is_here(host)] if words else []
     with ThreadPoolExecutor(AT_ONCE) as pool:
         wrong |= {host: what for host, what in zip(others, pool.map(sweep, others), strict=True) if what}

@@ -54,8 +54,10 @@ class Restarts:
         return True, ""
 
 
-def goes_on_from(ranks: Sequence[LaunchedRank]) -> str:
-    """From which state the next run goes on, in words."""
+def goes_on_from(ranks: Sequence[LaunchedRank], stop_file: str) -> str:
+    """From which state the next run goes on, in words. stop_file: "" where there is none."""
     names = (parse(name) for rank in ranks for name in rank.snapshots)
     found = whole(name for name in names if name is not None)
-    return f"from step {found[0].step}" if found else "from the beginning, as nothing was saved"
+    if found:
+        return f"from step {found[0].step}"
+    return f"from {stop_file}" if stop_file else "from the beginning, as nothing was saved"

@@ -122,6 +122,8 @@ class BatchJob:
                     f"{what} is Slurm's: in Grid Engine the allocation rule of the parallel environment places the "
                     "slots (qconf -spl lists them, qconf -sp NAME shows one); choose one with --pe"
                 )
+        if self.restarts and self.with_srun:
+            yield "--restarts goes without --srun: mpikv launch starts ranks again, by mpirun"
         if self.parallel_environment and self.scheduler == "slurm":
             yield "--pe is Grid Engine's; in Slurm say --option --nodes=N"
 

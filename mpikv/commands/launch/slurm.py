@@ -39,6 +39,7 @@ def lines(job: BatchJob) -> tuple[str, list[str]]:
     # A job that comes again from the queue goes on in the same file.
     words += [f"--output={job.output('%A_%a' if job.array else '%j')}", "--open-mode=append"]
     words += ["--requeue"] if job.requeue else []
+    words += ["--no-kill"] if job.restarts else []  # else Slurm ends the job with its first lost host
     return template, [f"#SBATCH {shlex.quote(word)}" for word in (*words, *job.options)]
 
 

@@ -66,12 +66,13 @@ def test_the_number_of_restarts_and_the_words() -> None:
 def test_from_which_state() -> None:
     """All shares have to be there, on any host."""
     names = [f"step-{step:08}-{step:016x}-{worker}-of-2.snapshot" for step in (5, 40) for worker in (0, 1)]
-    for there, words in (
-        ([names[:3], names[3:]], "from step 40"),
-        ([names[:3], [*names[:2], "other"]], "from step 5"),
-        ([[], names[:1]], "from the beginning, as nothing was saved"),
+    for there, stop_file, words in (
+        ([names[:3], names[3:]], "train.state", "from step 40"),
+        ([names[:3], [*names[:2], "other"]], "", "from step 5"),
+        ([[], names[:1]], "train.state", "from train.state"),
+        ([[], names[:1]], "", "from the beginning, as nothing was saved"),
     ):
-        assert goes_on_from(ranks(*({"snapshots": some} for some in there))) == words
+        assert goes_on_from(ranks(*({"snapshots": some} for some in there)), stop_file) == words
 
 
 def test_how_many_workers_fit() -> None:

@@ -58,7 +58,7 @@ def directives(script: str, mark: str) -> list[str]:
 
 def test_slurm_options() -> None:
     job = BatchJob("slurm", workers=4, servers=2, command=("x",), name="fit", time_s=7200,
-        cpus_per_task=4, queue="gpu", output_dir="logs", requeue=True,
+        cpus_per_task=4, queue="gpu", output_dir="logs", requeue=True, restarts=2,
         options=("--account=x", "--mail-user=a b"))  # fmt: skip
     assert directives(batch.script(job), "#SBATCH") == [
         "--job-name=fit",
@@ -70,6 +70,7 @@ def test_slurm_options() -> None:
         "--output=logs/fit-%j.out",
         "--open-mode=append",
         "--requeue",
+        "--no-kill",
         "--account=x",
         "'--mail-user=a b'",
     ]
@@ -119,6 +120,8 @@ BOTH, SLURM, SGE = ("slurm", "sge"), ("slurm",), ("sge",)
     [
         (BOTH, {"workers": 0}, "0 workers"),
         (BOTH, {"servers": -1}, "-1 servers"),
+        (BOTH, {"restarts": -1}, "-1 restarts"),
+        (SLURM, {"restarts": 1, "with_srun": True}, "--restarts goes without --srun"),
         (BOTH, {"name": "a b"}, "'a b' is no job name"),
         (BOTH, {"name": "1st"}, "no job name"),
         (BOTH, {"environ": ("A-B",)}, "'A-B' is no name"),
@@ -211,6 +214,8 @@ def test_grid_engine_says_why_a_job_waits() -> None:
 
 @pytest.mark.parametrize("scheduler", JOBS)
 def test_roles_are_in_the_script(scheduler: str) -> None:
-    job = replace(JOBS[scheduler], servers=3, requeue=True)
-    assert {"SERVERS=3", "REQUEUE=yes", "PLACEMENT=spread", "DISTRIBUTION=block"} <= set(settings(batch.script(job)))
-    assert {"SERVERS=0", "REQUEUE=no"} <= set(settings(batch.script(JOBS[scheduler])))
+    job = replace(JOBS[scheduler], servers=3, requeue=True, restarts=2)
+    assert {"SERVERS=3", "REQUEUE=yes", "RESTARTS=2", "PLACEMENT=spread", "DISTRIBUTION=block"} <= set(
+        settings(batch.script(job))
+    )
+    assert {"SERVERS=0", "REQUEUE=no", "RESTARTS=0"} <= set(settings(batch.script(JOBS[scheduler])))

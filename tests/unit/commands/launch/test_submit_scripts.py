@@ -314,6 +314,16 @@ def test_agent_of_grid_engine(site: Site) -> None:
     assert site.called() == [call, call]
 
 
+@pytest.mark.parametrize(("path", "reach"), [(SLURM, ""), (SGE, r"--ssh \S+/agent( --env \w+)* --env COLOUR .*")])
+def test_what_starts_ranks_again(site: Site, path: str, reach: str) -> None:
+    """The ranks have the same variables as without, and qrsh, which ends with signals of the job, is kept from them."""
+    lines = {"RESTARTS": "2", "SERVERS": "1", "LAUNCH_OPTIONS": "(-x COLOUR)"}
+    status, output = site.run(path, *ONE, COLOUR="blue", lines=lines)
+    assert status == 0
+    said = rf"^mpikv: python -m mpikv launch --restarts 2 -n 3 -s 1 {reach}--mpirun-options -x\\ COLOUR RUN print"
+    assert re.search(said, output, re.M), output
+
+
 OLD_SLURM = "MPI plugin types are...\n\tnone\n\tpmi2"
 
 
@@ -327,6 +337,10 @@ OLD_SLURM = "MPI plugin types are...\n\tnone\n\tpmi2"
         ((SLURM,), {"SERVERS": "2", "RANKS": "2"}, {}, "2 servers among 2 ranks leave no worker"),
         ((SLURM,), {"SERVERS": "-1"}, {}, "SERVERS=-1 is not"),
         ((SLURM,), {"DISTRIBUTION": "diagonal"}, {}, "DISTRIBUTION=diagonal"),
+        ((SLURM, SGE), {"RESTARTS": "often"}, {}, "RESTARTS=often is not"),
+        ((SLURM, SGE), {"RESTARTS": "1", "DISTRIBUTION": "cyclic"}, {}, "RESTARTS=1 goes with DISTRIBUTION=block and"),
+        ((SLURM, SGE), {"RESTARTS": "1", "PLACEMENT": "last"}, {}, "RESTARTS=1 goes with DISTRIBUTION=block and"),
+        ((SRUN,), {}, {"RESTARTS": "1"}, "ranks that srun has started are not started again (RESTARTS=1); use train.s"),
         ((SGE,), {"STOP_AFTER": "soon"}, {}, "STOP_AFTER=soon is not"),
         ((SLURM, SGE), {"PYTHON_ENV": "/nowhere"}, {}, "PYTHON_ENV=/nowhere has no bin/python"),
         ((SLURM,), {}, {"VIRTUAL_ENV": ""}, "no Python environment was found: set PYTHON_ENV"),
@@ -531,9 +545,7 @@ def test_the_shell_of_a_rank_passes_on_what_slurm_sends_to_it_alone(tmp_path: Pa
     """As Slurm does where it tracks processes by cgroups. `mpirun` signals the group: twice would be once too often."""
     lines = (batch.TEMPLATES / "parts" / "launch.sh").read_text()
     made = lines[lines.index('[ "$KIND" = ') : lines.index("\nquoted()")]
-    subprocess.run(
-        ["bash", "-c", made], env={**os.environ, "KIND": kind, "WORK": str(tmp_path), "RESTARTS": "0"}, check=True
-    )
+    subprocess.run(["bash", "-c", made], env={**os.environ, "KIND": kind, "WORK": str(tmp_path)}, check=True)
     program = """if True:
         import os, signal, sys
         heard = []

@@ -15,13 +15,15 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS} OPENBLAS_NUM_THREADS=${OPENBLAS
 RANKS=${RANKS:-$SLOTS}
 is_number "$RANKS" && [ "$RANKS" -gt 0 ] || fail "RANKS=$RANKS is not a number of ranks"
 [ -z "$STOP_AFTER" ] || is_number "$STOP_AFTER" || fail "STOP_AFTER=$STOP_AFTER is not a number of seconds"
-RESTARTS=${RESTARTS:-0} # which older scripts do not set
+RESTARTS=${RESTARTS:-0} # which older scripts, and those with srun, do not set
 is_number "$RESTARTS" || fail "RESTARTS=$RESTARTS is not a number of restarts"
 is_number "$SERVERS" || fail "SERVERS=$SERVERS is not a number of servers"
 [ "$RANKS" -le "$SLOTS" ] || fail "$RANKS ranks do not fit into the $SLOTS slots of this job; ask for more slots ($MORE_SLOTS)"
 [ "$SERVERS" -lt "$RANKS" ] ||
     fail "$SERVERS servers among $RANKS ranks leave no worker; lower SERVERS or ask for more slots ($MORE_SLOTS)"
 case $DISTRIBUTION in block | cyclic) ;; *) fail "DISTRIBUTION=$DISTRIBUTION is neither block nor cyclic" ;; esac
+[ "$RESTARTS" = 0 ] || [ "$DISTRIBUTION $PLACEMENT" = "block spread" ] ||
+    fail "RESTARTS=$RESTARTS goes with DISTRIBUTION=block and PLACEMENT=spread alone: mpikv launch places the ranks then"
 export MPIKV_NUM_SERVERS=$SERVERS MPIKV_SERVER_PLACEMENT=$PLACEMENT
 # Signals that the ranks take as a request to stop after the step they are in.
 export MPIKV_STOP_FILE=$STOP_FILE

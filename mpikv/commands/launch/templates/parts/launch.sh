@@ -2,9 +2,10 @@
 trap '' USR1 USR2
 : >"$WORK/ignores"
 . "$PARTS/mpi.sh"
+REACH=() # options of `mpikv launch`, where it needs some to reach the other hosts
 . "$PARTS/$KIND.sh"
 LAUNCH+=("${LAUNCH_OPTIONS[@]}")
-[ "$KIND" = slurm-srun ] && [ "$RESTARTS" = 0 ] && FORWARDS=yes || FORWARDS=
+[ "$KIND" = slurm-srun ] && FORWARDS=yes || FORWARDS=
 echo "forwards=$FORWARDS" >"$WORK/rank"
 cat >>"$WORK/rank" <<'END'
 # One rank: sh rank NAME COMMAND... It ignores the signals until the program sets handlers. `mpirun` signals its whole
@@ -43,9 +44,9 @@ say "$RANKS ranks, $((RANKS - SERVERS)) workers and $SERVERS servers, of $SLOTS 
 say "$(python --version) in $PYTHON_ENV; $MPI, $MPIRUN"
 "${LAUNCH[@]}" sh "$WORK/rank" info python -m mpikv info || fail "the ranks could not be started, or \`mpikv info\` \
 found an error (see above)${UNFIT:+; $UNFIT}. It was run by: $(quoted "${LAUNCH[@]}") python -m mpikv info"
-# `mpikv launch` starts ranks that die again. It names servers by itself.
+# `mpikv launch` starts ranks that die again. It names servers by itself, and gives each host in turn a rank.
 if [ "$RESTARTS" != 0 ]; then
-    LAUNCH=(python -m mpikv launch --restarts "$RESTARTS" -n "$((RANKS - SERVERS))" -s "$SERVERS")
+    LAUNCH=(python -m mpikv launch --restarts "$RESTARTS" -n "$((RANKS - SERVERS))" -s "$SERVERS" "${REACH[@]}")
     [ ${#LAUNCH_OPTIONS[@]} = 0 ] || LAUNCH+=(--mpirun-options "$(quoted "${LAUNCH_OPTIONS[@]}")")
 fi
 say "$(quoted "${LAUNCH[@]}" "${PROGRAM[@]}")"

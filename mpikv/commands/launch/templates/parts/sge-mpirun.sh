@@ -10,6 +10,18 @@ shift
 exec qrsh -inherit -nostdin -v PATH,LD_LIBRARY_PATH "$host" "trap '' USR1 USR2; $*"
 END
 chmod +x "$SCRATCH/agent"
+# What ranks on other hosts get of this shell's variables goes through mpirun: what qrsh is given can be read there by
+# every user. Not what belongs to a host, a login or a shell.
+PASSED=()
+for NAME in $(compgen -e); do
+    case $NAME in
+    HOME | HOST | HOSTNAME | LOGNAME | MAIL | OLDPWD | PWD | SHELL | SHLVL | TERM | TMP | TMPDIR | USER | _) ;;
+    ARC | ENVIRONMENT | JOB_* | NHOSTS | NQUEUES | NSLOTS | PE | PE_HOSTFILE | QUEUE | REQNAME | REQUEST | RESTARTED | SGE_*) ;;
+    *) PASSED+=("$NAME") ;;
+    esac
+done
+REACH=(--ssh "$SCRATCH/agent")
+for NAME in "${PASSED[@]}"; do REACH+=(--env "$NAME"); done
 case $MPI in
 "Open MPI")
     printf '%s\n' "$HOSTS" | tr , '\n' | sed 's/:/ slots=/' >"$SCRATCH/hosts"
@@ -19,15 +31,7 @@ case $MPI in
     esac
     # Grid Engine gives the job its CPUs; every host would bind its first rank to the same one.
     LAUNCH+=(--hostfile "$SCRATCH/hosts" --bind-to none -n "$RANKS")
-    # What ranks on other hosts get of this shell's variables goes through mpirun: what qrsh is given can be read there
-    # by every user. Not what belongs to a host, a login or a shell.
-    for NAME in $(compgen -e); do
-        case $NAME in
-        HOME | HOST | HOSTNAME | LOGNAME | MAIL | OLDPWD | PWD | SHELL | SHLVL | TERM | TMP | TMPDIR | USER | _) ;;
-        ARC | ENVIRONMENT | JOB_* | NHOSTS | NQUEUES | NSLOTS | PE | PE_HOSTFILE | QUEUE | REQNAME | REQUEST | RESTARTED | SGE_*) ;;
-        *) LAUNCH+=(-x "$NAME") ;;
-        esac
-    done
+    for NAME in "${PASSED[@]}"; do LAUNCH+=(-x "$NAME"); done
     [ "$DISTRIBUTION" = block ] || LAUNCH+=(--map-by node)
     ;;
 *)

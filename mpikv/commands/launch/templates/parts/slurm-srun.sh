@@ -2,6 +2,8 @@
 # ends some jobs at their start on a busy machine ("value not properly terminated in client request").
 [ "$MPI" = "Open MPI" ] ||
     fail "srun starts Open MPI alone, not $MPI: Slurm's pmi2 fails now and then; use train.sbatch, which starts the ranks with $MPI's own mpirun"
+[ "$RESTARTS" = 0 ] ||
+    fail "ranks that srun has started are not started again (RESTARTS=$RESTARTS); use train.sbatch, which starts them with mpirun"
 # What this Slurm offers; with another protocol as many jobs of one rank would start.
 OFFERED=" $(srun --mpi=list 2>&1 | tr -s '[:space:],' ' ') "
 case $OFFERED in *" pmix "*) ;; *)
