@@ -6,6 +6,7 @@ Every test looks for what is left: a process of the job is known by a variable o
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import tempfile
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 from jobs import Job, Mpi, Running, environment, text
+
+from mpikv.commands.launch.processes import segments
 
 PROGRAM = str(Path(__file__).with_name("launched.py"))
 LIMIT_S = 60
@@ -139,15 +142,14 @@ def test_something_of_the_job_is_killed(mpi: Mpi, victim: str) -> None:
     with launched(mpi, "-n", "2", "-s", "1", "python", PROGRAM, "stubborn") as running:
         pid, _ = (int(running.wait_for(rf"worker {i} is process (\d+)", 40)[1]) for i in range(2))
         (mpirun,) = (one for one in running.processes() if parent(one) == running._process.pid)
-        segments = list(running._backing.iterdir())
-        assert (mpi.kind == "openmpi") == bool(segments)
+        assert (shared := segments([pid]))
         killed = {"the process above a rank": parent(pid), "mpirun": mpirun}.get(victim, running._process.pid)
         running.kill(killed, signal.SIGINT if victim == "Ctrl-C" else signal.SIGKILL)
         deadline = time.monotonic() + END_S
         while left := [one for one in running.processes() if one != running._process.pid]:
             assert time.monotonic() < deadline, f"{left} still run after {END_S} s"
             time.sleep(0.1)
-        assert victim == "the launcher" or not any(path.exists() for path in segments)  # which are mpirun's to remove
+        assert victim == "the launcher" or not any(map(os.path.exists, shared))
     job = running.result
     job.check({"the launcher": -signal.SIGKILL, "Ctrl-C": 130}.get(victim))
     if victim == "Ctrl-C":

@@ -74,7 +74,7 @@ class Command:
             self._step(TICK_S)
         self._end_rest()
         for path in self._segments:
-            with contextlib.suppress(OSError):  # mpirun has removed it
+            with contextlib.suppress(OSError):  # mpirun has removed it, or another rank's process
                 os.unlink(path)
         held = time.monotonic() + (self._grace_s + HOLD_S if self._status != 0 else SEND_S)
         while not self.abandoned and time.monotonic() < held:
@@ -207,8 +207,9 @@ class Command:
             self._dismissed = self._dismissed or signum in ENDING
             return
         self._asked = self._asked or signum in ENDING
+        if signum == signal.SIGTERM:
+            self._segments |= segments(descendants(os.getpid()))
         if signum == signal.SIGTERM and not patient:  # mpirun ends the job, or was killed, or the launcher was
-            self._segments |= segments(os.getpid())
             self._kill_at = min(self._kill_at, time.monotonic() + self._grace_s)
         if signum == signal.SIGKILL:
             self._kill_at = 0.0

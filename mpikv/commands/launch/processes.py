@@ -24,7 +24,8 @@ from mpikv.common import proc
 JOB = "_MPIKV_JOB"  # in every process of a job: "<job>/<role>-<number>"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 STEP_S = 0.02
-SEGMENT = re.compile(r" (/.*/(?:sm|vader)_segment\.[^/\n]*)$", re.MULTILINE)  # of Open MPI 5, and 4
+# Of Open MPI 5, and 4, of MPICH, and of UCX below it
+SEGMENT = re.compile(r" (/.*/(?:(?:sm|vader)_segment\.|mpich_shm_|ucx_shm_posix_)[^/\n]*)$", re.MULTILINE)
 TERMINATE_S, KILL_S = 0.5, 3.0  # of `sweep`: whoever is still there has had its gentle signal before
 
 
@@ -115,16 +116,14 @@ def of_job(job: str) -> list[int]:
     return [pid for pid in proc.pids() if mark in "\0" + proc.text(f"{pid}/environ") and pid != os.getpid()]
 
 
-def segments(root: int) -> set[str]:
-    """Open MPI's files of shared memory that a process and those below it have mapped.
+def segments(pids: Iterable[int]) -> set[str]:
+    """MPI's files of shared memory that processes have mapped.
 
-    `mpirun` removes them; nobody does where it was killed. 16 MiB for each rank, in /dev/shm unless set otherwise. No
-    other file: a program may have its data in /dev/shm.
+    Open MPI's are 16 MiB for each rank, in /dev/shm unless set otherwise; `mpirun` removes them, and nobody does where
+    it was killed. MPICH's is one for all ranks of a host, 1 MiB for each, and nobody removes it where a rank was
+    killed. No other file: a program may have its data in /dev/shm.
     """
-    found: set[str] = set()
-    for pid in (root, *descendants(root)):
-        found |= set(SEGMENT.findall(proc.text(f"{pid}/maps")))
-    return found
+    return {path for pid in pids for path in SEGMENT.findall(proc.text(f"{pid}/maps"))}
 
 
 def send(pids: Iterable[int], signum: int) -> None:
