@@ -45,3 +45,27 @@ def test_the_same_error_at_the_same_step_ends_the_job(mpi: Mpi, tmp_path: Path) 
         rf"MPIKV_SNAPSHOT_DIR={folder} goes on from (step [1-6]|the beginning, as .*), on the same hosts",
         job.output,
     ), job.output
+
+
+GONE = """
+import os, pathlib, signal
+folder = pathlib.Path(os.environ["MPIKV_SNAPSHOT_DIR"])
+folder.mkdir()
+(folder / f"step-00000005-{1:016x}-0-of-1.snapshot").touch()
+os.unlink(__file__)
+os.kill(os.getppid() if "above" in __file__ else os.getpid(), signal.SIGKILL)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("name", ["program.py", "killed-from-above.py"])
+def test_a_job_that_cannot_be_started_again_says_where_its_state_is(mpi: Mpi, name: str, tmp_path: Path) -> None:
+    """Also where the process that would report the files was killed, with the status of the run that there was."""
+    program = tmp_path / name
+    program.write_text(GONE)
+    job = launch(mpi, "--restarts", "1", "-n", "1", "-s", "0", "python", str(program), env={"TMPDIR": str(tmp_path)})
+    job.check(137)
+    (folder,) = tmp_path.glob("mpikv-*-snapshots")
+    assert "starting again, 1 of 1, from step 5" in job.output
+    assert f"not started again: {program}: no such file" in job.output
+    assert f"MPIKV_SNAPSHOT_DIR={folder} goes on from step 5, on the same hosts" in job.output

@@ -228,7 +228,7 @@ class Connections:
         peer.socket.close()
         if peer.rank is None or peer.rank.status is not None:
             return None
-        peer.rank.lost = True
+        peer.rank.lost, peer.rank.order = True, next(self.reports)
         return peer.rank
 
 

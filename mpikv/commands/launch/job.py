@@ -23,10 +23,11 @@ from mpikv.commands.launch.output import Output
 from mpikv.commands.launch.processes import JOB
 from mpikv.commands.launch.rank import LAUNCH
 from mpikv.commands.launch.ranks import FAILED, LaunchedRank, RankBlock, place, workers_that_fit
-from mpikv.commands.launch.restarts import Restarts, goes_on_from
+from mpikv.commands.launch.restarts import Restarts
 from mpikv.commands.launch.watch import JobWatch, Limits
 from mpikv.commands.mpirun import AS_ROOT, find_mpirun, identify
 from mpikv.common import checks
+from mpikv.common.snapshot_names import in_folder
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.runtime.interface import mpirun_variables
@@ -91,9 +92,14 @@ def _run(job: LaunchedJob, options: argparse.Namespace, output: Output) -> int:
         ended = _start(job, output, restarts, folder)
         if not ended.again:
             return ended.status
-        if job.shell and any(rank.lost or not rank.host for rank in ended.ranks):
+        if job.shell:  # a host that is shut down ends its ranks, which say so, before it goes away
             without |= remote.silent(job.hosts, job.shell).keys()
-        job = prepare(options, os.environ, without)
+        try:
+            job = prepare(options, os.environ, without)
+        except ConfigError as error:
+            output.say(f"not started again: {error}")
+            _say_where(output, folder, ended.state)
+            return ended.status
         if job.shell == hosts.SRUN:
             job.variables.update(hosts.OVERLAP)
         if options.timeout is not None:
@@ -204,11 +210,11 @@ def _check_hosts(job: LaunchedJob, options: argparse.Namespace) -> None:
 
 
 class RunEnd(NamedTuple):
-    """How one run of the job has ended. again: whether another one is to follow."""
+    """How one run of the job has ended. again: whether another one is to follow. state: from which one, in words."""
 
     status: int
     again: bool
-    ranks: list[LaunchedRank]
+    state: str
 
 
 def _start(job: LaunchedJob, output: Output, restarts: Restarts, folder: str) -> RunEnd:
@@ -228,24 +234,37 @@ def _start(job: LaunchedJob, output: Output, restarts: Restarts, folder: str) ->
     variables = {**job.variables, LAUNCH: json.dumps(plan), JOB: f"{number}/mpirun"}
     end = watch.run(job.words, {**os.environ, **variables})
     ranks = list(watch.ranks.values())
+    restarts.note(_left(ranks, {**os.environ, **job.given}.get(SNAPSHOTS, "")))
     again, why_not = restarts.again(ranks, end, asked=watch.asked)
     stop_file = {**os.environ, **job.given}.get("MPIKV_STOP_FILE", "")
-    state = goes_on_from(ranks, stop_file if os.path.exists(stop_file) else "")
+    state = restarts.goes_on_from(stop_file if os.path.exists(stop_file) else "")
     if again:
         why_not = f"starting again, {restarts.made} of {restarts.most}, {state}"
     if end.text:
         output.say("; ".join(filter(None, (end.text, why_not))))
     begun = {rank.host for rank in ranks} - {""}
-    swept = {block.host for block in job.blocks if watch.ranks[block.first_rank].host} - {""}
-    goes_on = again or (end.status and any(rank.snapshots for rank in ranks))  # now, or by hand
+    swept = {block.host for block in job.blocks for i in range(block.ranks) if watch.ranks[block.first_rank + i].host}
+    goes_on = again or (end.status and restarts.saved)  # now, or by hand
     folders = [] if goes_on or not folder else [folder]
-    left = remote.clean_up(number, sorted(swept) if end.status or folders else [], job.shell, *folders)
+    left = remote.clean_up(number, sorted(swept - {""}) if end.status or folders else [], job.shell, *folders)
     for host, what in left.items():
         output.say(f"{host}: {what}{f'; {folder} may be left there' if folders else ''}")
     if end.status == 0:  # the ranks on other hosts have ended well, whether one can look there any more or not
         left = {host: what for host, what in left.items() if host == remote.HERE}
     if end.status != 0 and not again and not left:
         output.say(f"no process of the job is left on {', '.join(sorted(begun or {socket.gethostname()}))}")
-    if goes_on and not again and folder:
+    if goes_on and not again:
+        _say_where(output, folder, state)
+    return RunEnd(end.status or (FAILED if left else 0), again, state)
+
+
+def _left(ranks: Sequence[LaunchedRank], folder: str) -> list[str]:
+    """The names of the files of snapshots. Who was to report those of this host may have been killed."""
+    here = any(rank.lost and hosts.is_here(rank.host) for rank in ranks)
+    return [name for rank in ranks for name in rank.snapshots] + [str(name) for name in in_folder(folder) if here]
+
+
+def _say_where(output: Output, folder: str, state: str) -> None:
+    """Say what goes on by hand from the snapshots, where their folder is ours."""
+    if folder:
         output.say(f"{SNAPSHOTS}={folder} goes on {state}, on the same hosts")
-    return RunEnd(end.status or (FAILED if left else 0), again, ranks)

@@ -41,7 +41,7 @@ class LaunchedRank:
     aborted: int = 0  # as `order`: when it printed that it calls MPI_Abort, for others may end before it does
     abort_status: int = 0
     lost: bool = False  # the connection ended before it reported its end
-    order: int = 0  # of the reports of an end, from 1
+    order: int = 0  # of the reports of an end, or of the losses, from 1
     said: str = ""  # the last line that it printed, of its error where it ended the job by one
     step: int | None = None  # after which it ended the job, as far as it knew
     snapshots: Sequence[str] = ()  # names of those files on its host
@@ -138,24 +138,42 @@ def exit_status(status: int) -> int:
     return 128 - status if status < 0 else status
 
 
+def is_signal(status: int) -> bool:
+    """Whether a status is one that shells and containers give where what they have started has died of a signal."""
+    return status - 128 in signal.valid_signals()
+
+
 def first_failure(ranks: Sequence[LaunchedRank]) -> LaunchedRank | None:
     """The first to end badly of its own accord, not because it was asked to.
 
-    With LOST_PEER only where nobody else has: who has lost its connection to another rank may report sooner.
+    Who was killed by SIGKILL comes before all others, since nothing in a job does that, and who has lost its connection
+    to another rank after them: each of the others may report its end sooner.
     """
     failed = [rank for rank in ranks if rank.status not in (None, 0) and not rank.asked]
-    return min(failed, key=lambda rank: (rank.status == LOST_PEER, rank.order), default=None)
+    return min(failed, key=lambda rank: (not _was_killed(rank), rank.status == LOST_PEER, rank.order), default=None)
+
+
+def _was_killed(rank: LaunchedRank) -> bool:
+    return rank.status is not None and exit_status(rank.status) == 128 + signal.SIGKILL
 
 
 def culprit(ranks: Sequence[LaunchedRank], *, mpirun_failed: bool) -> LaunchedRank | None:
     """Whose end was the job's; None where it was no rank's that reported it.
 
-    mpirun_failed: whether `mpirun` itself says so; without it a rank that called MPI_Abort and ended with 0 is none.
+    Nor is it that of a rank which has failed after another one was lost, or has raised an error after another one was
+    told to end: MPI then has errors of its own. mpirun_failed: whether `mpirun` itself says so; without it a rank that
+    called MPI_Abort and ended with 0 is none.
     """
     failed = first_failure(ranks)
+    if failed is not None and _was_killed(failed):
+        return failed
     aborted = min((rank for rank in ranks if rank.aborted), key=lambda rank: rank.aborted, default=None)
+    lost = [rank.order for rank in ranks if rank.lost]
     if aborted is not None and (mpirun_failed if failed is None else aborted.aborted < failed.order):
-        return aborted
+        told = [rank.order for rank in ranks if rank.asked and rank.status]
+        return aborted if aborted.aborted <= min(lost + told, default=aborted.aborted) else None
+    if failed is not None and lost and (failed.status == LOST_PEER or min(lost) < failed.order):
+        return None
     return failed
 
 
@@ -170,18 +188,21 @@ def judge(ranks: Sequence[LaunchedRank], mpirun_status: int | None, *, asked: Jo
             return JobEnd(0, f"{asked.text}, and all ranks ended with status 0")
         return asked
     own = exit_status(mpirun_status) if mpirun_status else 0
-    failed, first = first_failure(ranks), culprit(ranks, mpirun_failed=bool(own))
+    killed = _by_signal(-mpirun_status) if mpirun_status is not None and mpirun_status < 0 else ""
+    failed, first = first_failure(ranks), None
+    if mpirun_status != -signal.SIGKILL:  # which brings about all that ranks report
+        first = culprit(ranks, mpirun_failed=bool(own))
     if first is not None and first is not failed:
         status = first.abort_status & 0xFF
         return JobEnd(status or own or FAILED, f"{first.name} on {first.host} called MPI_Abort with status {status}")
-    if failed is not None:
-        return _ended_badly(failed)
+    if first is not None:
+        return _ended_badly(first)
     missing = [rank for rank in ranks if not rank.host]
     lost = [rank for rank in ranks if rank.lost]
     bad = [rank for rank in ranks if rank.status not in (None, 0) and not (asked and rank.role == "server")]
     if missing:
-        ended = f"mpirun ended with status {own}" if own else "mpirun ended"
-        return JobEnd(own or FAILED, f"{ended}, and {names(missing, len(ranks))} never started")
+        ended = killed or (f"ended with status {own}" if own else "ended")
+        return JobEnd(own or FAILED, f"mpirun {ended}, and {names(missing, len(ranks))} never started")
     if lost:
         hosts = sorted({rank.host for rank in lost})
         return JobEnd(own or FAILED, f"{names(lost, len(ranks))} on {', '.join(hosts)} went away without a report")
@@ -190,7 +211,7 @@ def judge(ranks: Sequence[LaunchedRank], mpirun_status: int | None, *, asked: Jo
         # is an error for it once a server has been there.
         return JobEnd(0, IDLE_SERVERS)
     if bad and own:
-        text = f"mpirun ended the ranks, with status {own}"
+        text = f"mpirun {killed}" if killed else f"mpirun ended the ranks, with status {own}"
         early = [rank for rank in ranks if rank.role == "worker" and rank.status == 0]
         if early and any(rank.role == "server" for rank in bad):
             text += f", when {early[0].name} had ended: {NEEDS_NO_SERVERS}"
@@ -208,10 +229,13 @@ def _ended_badly(rank: LaunchedRank) -> JobEnd:
     if rank.error:
         how = f"did not start: {rank.error}"
     elif status < 0:
-        how = f"was killed by signal {-status}"
-        if -status in list(signal.Signals):  # no real-time signal
-            how += f" ({signal.Signals(-status).name})"
+        how = _by_signal(-status)
     return JobEnd(exit_status(status) or FAILED, f"{rank.name} on {rank.host} {how}")
+
+
+def _by_signal(signum: int) -> str:
+    named = f" ({signal.Signals(signum).name})" if signum in list(signal.Signals) else ""  # no real-time signal
+    return f"was killed by signal {signum}{named}"
 
 
 def names(ranks: Sequence[LaunchedRank], of: int) -> str:

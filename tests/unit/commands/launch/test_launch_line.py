@@ -198,7 +198,7 @@ def test_how_long_ranks_have_from_sigterm_on(
     found: list[Limits] = []
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    ended = job.RunEnd(0, again=False, ranks=[])
+    ended = job.RunEnd(0, again=False, state="")
     monkeypatch.setattr(job, "_start", lambda prepared, *_: found.append(prepared.limits) or ended)
     assert main(["launch", "-n", "2", *words, "true"]) == 0
     assert found == [Limits(None, *limits)]

@@ -22,8 +22,10 @@ LOST = {"status": None, "lost": True}
 MISSING = {"status": None, "host": ""}
 ABORTED = {**ASKED, "aborted": 1, "abort_status": 6}
 SIGKILLED = JobEnd(137, "worker 1 on h1 was killed by signal 9 (SIGKILL)")
+WENT_AWAY = JobEnd(1, "worker 1 (1 of 2 ranks) on h1 went away without a report")
 CALLED_ABORT = JobEnd(6, "worker 1 on h1 called MPI_Abort with status 6")
 STOPPED, INTERRUPTED = JobEnd(143, "ended by SIGTERM"), JobEnd(130, "ended by SIGINT")
+MPIRUN_KILLED = "mpirun was killed by signal 9 (SIGKILL)"
 BY_MPIRUN = "mpirun ended the ranks, with status 1"
 
 
@@ -39,19 +41,31 @@ def ranks(*changes: dict[str, Any]) -> list[LaunchedRank]:
         ([{}, {}], 0, JobEnd(0, "")),
         ([{}, {}], None, JobEnd(0, "")),
         # the first failure counts
-        ([{"status": 3, "order": 2}, {"status": -9, "order": 1}, {"status": 1, "order": 3}], 1, SIGKILLED),
+        ([{"status": 3, "order": 2}, {"status": 4, "order": 1}], 1, JobEnd(4, "worker 1 on h1 ended with status 4")),
         ([{"status": 3}, {"status": -9, "asked": True}], 1, JobEnd(3, "worker 0 on h0 ended with status 3")),
         # but one that has lost its connection to another only where there is no other one
         ([{"status": 14}, {"status": 1}], 1, JobEnd(1, "worker 1 on h1 ended with status 1")),
-        ([{"status": 14}, {"status": -9}, {"status": 14}], 1, SIGKILLED),
+        # and one that was killed before all: MPI's library may raise an error or break elsewhere because of it
+        ([{"status": 14}, {"status": -9}, {"status": -11}], 1, SIGKILLED),
+        ([{"status": 1, "aborted": 1, "abort_status": 1}, {"status": -9, "order": 3}], 1, SIGKILLED),
         ([{"status": 127, "error": "x: none"}], 127, JobEnd(127, "worker 0 on h0 did not start: x: none")),
         ([{"status": -40}], 1, JobEnd(168, "worker 0 on h0 was killed by signal 40")),
         # never 0 without every report
         ([{}, MISSING], 0, JobEnd(1, "mpirun ended, and worker 1 (1 of 2 ranks) never started")),
         ([{}, MISSING], 213, JobEnd(213, "mpirun ended with status 213, and worker 1 (1 of 2 ranks) never started")),
-        ([{}, LOST], 0, JobEnd(1, "worker 1 (1 of 2 ranks) on h1 went away without a report")),
+        ([{}, LOST], 0, WENT_AWAY),
+        # what a loss brings about elsewhere may be reported after it
+        ([{"status": -11, "order": 3}, LOST], 1, WENT_AWAY),
+        ([{"status": 14, "order": 1}, LOST], 1, WENT_AWAY),
+        ([{"status": 1, "aborted": 3, "order": 4}, LOST], 1, WENT_AWAY),
+        ([{"status": 3, "order": 1}, LOST], 1, JobEnd(3, "worker 0 on h0 ended with status 3")),
+        ([{"status": -9, "order": 3}, LOST], 1, JobEnd(137, "worker 0 on h0 was killed by signal 9 (SIGKILL)")),
         ([{}, {"status": 1, "asked": True}], 0, JobEnd(1, "worker 1 on h1 ended with status 1")),
         ([ASKED, ASKED], 7, JobEnd(7, "mpirun ended the ranks, with status 7")),
+        ([ASKED, ASKED], -9, JobEnd(137, MPIRUN_KILLED)),
+        ([{"status": 1, "aborted": 1}, ASKED], -9, JobEnd(137, MPIRUN_KILLED)),
+        ([ASKED, {"status": 1, "aborted": 2, "order": 3}], 7, JobEnd(7, "mpirun ended the ranks, with status 7")),
+        ([ASKED, MISSING], -9, JobEnd(137, f"{MPIRUN_KILLED}, and worker 1 (1 of 2 ranks) never started")),
         ([{}, {}], 9, JobEnd(9, "mpirun ended with status 9, though every rank ended with 0")),
         # MPICH kills the rank that calls MPI_Abort before it can end
         ([{"status": 15, "asked": True}, ABORTED], 6, CALLED_ABORT),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mpikv.commands.launch.hosts import Host
-from mpikv.commands.launch.ranks import JobEnd, LaunchedRank, workers_that_fit
-from mpikv.commands.launch.restarts import Restarts, goes_on_from
+from mpikv.commands.launch.ranks import JobEnd, LaunchedRank, judge, workers_that_fit
+from mpikv.commands.launch.restarts import Restarts
 from mpikv.errors import ConfigError
 
 FAILED = JobEnd(1, "failed")
@@ -26,8 +26,10 @@ def ranks(*changes: dict[str, Any]) -> list[LaunchedRank]:
 
 def ends(most: int, *runs: dict[str, Any], asked: bool = False) -> list[bool]:
     """For each run, of one rank, whether another one follows."""
-    restarts = Restarts(most)
-    return [restarts.again(ranks(one), FAILED, asked=asked)[0] for one in runs]
+    restarts, found = Restarts(most), []
+    for one in map(ranks, runs):
+        found.append(restarts.again(one, judge(one, 1), asked=asked)[0])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,8 @@ def ends(most: int, *runs: dict[str, Any], asked: bool = False) -> list[bool]:
     [
         ([KILLED, KILLED, KILLED], [True, True, True]),  # may well be killed at the same step twice
         ([{"status": None, "lost": True}], [True]),
-        ([{"status": 139}, {"status": -11}], [True, True]),
+        ([{"status": 137}, {"status": 137}], [True, True]),  # a shell or a container says so of what it has started
+        ([{"status": 14}, {"status": 14}], [True, True]),  # Open MPI's: another rank's host has gone
         ([RAISED, RAISED], [True, False]),
         ([RAISED, ELSEWHERE], [True, False]),  # the same error on another rank and host
         ([RAISED, {**RAISED, "step": 8}, RAISED], [True, True, True]),
@@ -54,9 +57,23 @@ def test_what_is_started_again(runs: list[dict[str, Any]], again: list[bool]) ->
     assert Restarts(9).again(ranks(*runs), JobEnd(0, ""), asked=False) == (False, "")
 
 
+def test_an_error_that_the_death_of_mpirun_has_brought_about() -> None:
+    restarts = Restarts(9)
+    assert [restarts.again(ranks(RAISED), JobEnd(137, ""), asked=False)[0] for _ in range(2)] == [True, True]
+
+
+def test_what_has_never_begun() -> None:
+    """Is not started again, but where `mpirun` was killed, or a run before had begun."""
+    none = ranks({"status": None, "host": ""})
+    for before, end, again in (([], FAILED, False), ([], JobEnd(137, ""), True), ([ranks(KILLED)], FAILED, True)):
+        restarts = Restarts(9)
+        assert all(restarts.again(one, JobEnd(137, ""), asked=False)[0] for one in before)
+        assert restarts.again(none, end, asked=False) == (again, "")
+
+
 def test_the_number_of_restarts_and_the_words() -> None:
     restarts = Restarts(2)
-    said = [restarts.again(ranks(KILLED), FAILED, asked=False)[1] for _ in range(3)]
+    said = [restarts.again(ranks(KILLED), JobEnd(137, ""), asked=False)[1] for _ in range(3)]
     assert said == ["", "", "not started again: that was done 2 times (--restarts)"]
     restarts = Restarts(2)
     said = [restarts.again(ranks(RAISED), FAILED, asked=False)[1] for _ in range(2)]
@@ -67,12 +84,15 @@ def test_from_which_state() -> None:
     """All shares have to be there, on any host."""
     names = [f"step-{step:08}-{step:016x}-{worker}-of-2.snapshot" for step in (5, 40) for worker in (0, 1)]
     for there, stop_file, words in (
-        ([names[:3], names[3:]], "train.state", "from step 40"),
-        ([names[:3], [*names[:2], "other"]], "", "from step 5"),
-        ([[], names[:1]], "train.state", "from train.state"),
-        ([[], names[:1]], "", "from the beginning, as nothing was saved"),
+        ([*names, "other"], "train.state", "from step 40"),
+        (names[:3], "", "from step 5"),
+        (names[:1], "train.state", "from train.state"),
+        (names[:1], "", "from the beginning, as nothing was saved"),
     ):
-        assert goes_on_from(ranks(*({"snapshots": some} for some in there)), stop_file) == words
+        restarts = Restarts(1)
+        restarts.note(there)
+        restarts.note([])  # of a run that did not begin
+        assert restarts.goes_on_from(stop_file) == words
 
 
 def test_how_many_workers_fit() -> None:
