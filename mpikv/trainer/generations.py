@@ -58,7 +58,7 @@ class Generations:
         self._next_host = _next_hosts(session)
         self._last = self._whole = ""  # ids of the snapshot that was begun last, and of the last one that is whole
         self._error = ""  # of writing the last one
-        self._warned = False
+        self._begun = self._warned = False
         self._writing: threading.Thread | None = None
         _make(folder)
         session.after_close.append(self._wait)
@@ -70,14 +70,10 @@ class Generations:
 
     def step(self, steps: int) -> None:
         """Take a snapshot if it is time. steps: how many were made. Collective, but in an asynchronous store."""
-        if (
-            not self._steps[0]
-            and not self._whole
-            and self._session.rank == 0
-            and (old := whole(in_folder(self._folder)))
-        ):
+        if not self._begun and not self._last and self._session.rank == 0 and (old := whole(in_folder(self._folder))):
             say(f"mpikv: warning: a snapshot of step {old[0].step} is in {self._folder}, and this program begins anew: "
                 "call resume() before the first step")  # fmt: skip
+        self._begun = True
         self._steps[0] = steps
         if (self._alone and self._session.rank) or not self._cadence.ask():
             return

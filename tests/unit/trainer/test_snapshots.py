@@ -186,6 +186,19 @@ def test_a_program_that_begins_anew_is_told_of_the_snapshot(tmp_path, capfd):
         assert capfd.readouterr().err.count("this program begins anew: call resume() before the first step") == told
 
 
+def test_no_training_is_told_of_its_own_snapshot(tmp_path, capfd):
+    """Also one that counts rounds, and takes several before its first one has ended."""
+
+    def body(store):
+        one = Generations(store.session, lambda: {"of": store.rank}, 1e-6, str(tmp_path))
+        for _ in range(2):
+            one.step(0)
+            one.finish()
+
+    ONE_HOST.run(body)
+    assert "begins anew" not in capfd.readouterr().err
+
+
 def test_of_a_stop_file_and_a_snapshot_the_later_one_counts(tmp_path):
     stop_file = tmp_path / "stop"
     settings = config(tmp_path / "snapshots").with_(stop_file=str(stop_file))
