@@ -27,14 +27,14 @@ GRACE_S = 2  # from SIGTERM to SIGKILL, instead of 4: ranks that do not listen a
 
 
 @contextlib.contextmanager
-def launched(mpi: Mpi, *words: str, env: dict[str, str] | None = None) -> Iterator[Running]:
+def launched(mpi: Mpi, *words: str, env: dict[str, str] | None = None, limit_s: float = LIMIT_S) -> Iterator[Running]:
     """`mpikv launch WORDS` under way; at the end of the block it is waited for."""
     folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
     grace = [] if "--grace" in words else ["--grace", str(GRACE_S)]
     line = [mpi.python, "-m", "mpikv", "launch", *grace]
     line += [mpi.python if word == "python" else word for word in words]
     seen = environment(mpi, {"MPIKV_TIMEOUT_S": "20", **(env or {})}, folder)
-    running = Running(line, seen, folder, LIMIT_S)
+    running = Running(line, seen, folder, limit_s)
     try:
         yield running
     except BaseException:
