@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -20,11 +22,11 @@ from mpikv.commands.launch import channel, hosts, line, remote
 from mpikv.commands.launch.command import GRACE_S, NOT_FOUND
 from mpikv.commands.launch.hosts import Host
 from mpikv.commands.launch.output import Output
-from mpikv.commands.launch.processes import JOB
+from mpikv.commands.launch.processes import JOB, woken_by
 from mpikv.commands.launch.rank import LAUNCH
 from mpikv.commands.launch.ranks import FAILED, LaunchedRank, RankBlock, place, workers_that_fit
 from mpikv.commands.launch.restarts import Restarts
-from mpikv.commands.launch.watch import JobWatch, Limits
+from mpikv.commands.launch.watch import ENDING, JobWatch, Limits
 from mpikv.commands.mpirun import AS_ROOT, find_mpirun, identify
 from mpikv.common import checks
 from mpikv.common.snapshot_names import in_folder
@@ -86,25 +88,33 @@ def _run(job: LaunchedJob, options: argparse.Namespace, output: Output) -> int:
         place = "/tmp" if hosts.in_allocation(os.environ) else tempfile.gettempdir()
         folder = os.path.join(place, f"mpikv-{secrets.token_hex(8)}-snapshots")
     without: set[str] = set()  # hosts that are gone
-    while True:
-        if options.restarts:
-            job.given.update({RESTART: str(restarts.made)} | ({SNAPSHOTS: folder} if folder else {}))
-        ended = _start(job, output, restarts, folder)
-        if not ended.again:
-            return ended.status
-        if job.shell:  # a host that is shut down ends its ranks, which say so, before it goes away
-            without |= remote.silent(job.hosts, job.shell).keys()
-        try:
-            job = prepare(options, os.environ, without)
-        except ConfigError as error:
-            output.say(f"not started again: {error}")
-            _say_where(output, folder, ended.state)
-            return ended.status
-        if job.shell == hosts.SRUN:
-            job.variables.update(hosts.OVERLAP)
-        if options.timeout is not None:
-            left_s = max(1.0, begun_s + options.timeout - time.monotonic())
-            job = job._replace(limits=job.limits._replace(job=left_s))
+    with woken_by(ENDING) as wakeup:  # between two runs; in a run they are its own
+        while True:
+            if options.restarts:
+                job.given.update({RESTART: str(restarts.made)} | ({SNAPSHOTS: folder} if folder else {}))
+            ended = _start(job, output, restarts, folder)
+            if not ended.again:
+                return ended.status
+            if job.shell:  # a host that is shut down ends its ranks, which say so, before it goes away
+                without |= remote.silent(job.hosts, job.shell).keys()
+            try:
+                job = prepare(options, os.environ, without)
+            except ConfigError as error:
+                return _not_again(str(error), ended.status, output, folder, ended.state)
+            if job.shell == hosts.SRUN:
+                job.variables.update(hosts.OVERLAP)
+            with contextlib.suppress(BlockingIOError):
+                signum = wakeup.recv(1)[0]
+                return _not_again(f"ended by {signal.Signals(signum).name}", 128 + signum, output, folder, ended.state)
+            if options.timeout is not None:
+                left_s = max(1.0, begun_s + options.timeout - time.monotonic())
+                job = job._replace(limits=job.limits._replace(job=left_s))
+
+
+def _not_again(why: str, status: int, output: Output, folder: str, state: str) -> int:
+    output.say(f"not started again: {why}")
+    _say_where(output, folder, state)
+    return status
 
 
 def prepare(options: argparse.Namespace, environ: Mapping[str, str], without: Collection[str] = ()) -> LaunchedJob:

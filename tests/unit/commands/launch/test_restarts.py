@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import signal
 from typing import Any
 
 import pytest
 
+from mpikv.commands.launch import job
 from mpikv.commands.launch.hosts import Host
+from mpikv.commands.launch.output import Output
 from mpikv.commands.launch.ranks import JobEnd, LaunchedRank, judge, workers_that_fit
 from mpikv.commands.launch.restarts import Restarts
+from mpikv.commands.launch.watch import Limits
 from mpikv.errors import ConfigError
 
 FAILED = JobEnd(1, "failed")
@@ -78,6 +84,20 @@ def test_the_number_of_restarts_and_the_words() -> None:
     restarts = Restarts(2)
     said = [restarts.again(ranks(RAISED), FAILED, asked=False)[1] for _ in range(2)]
     assert said == ["", "not started again: the same error after step 7 as in the run before"]
+
+
+def test_a_signal_between_two_runs(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def start(*_: object) -> job.RunEnd:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return job.RunEnd(137, True, "from step 5")
+
+    launched = job.LaunchedJob([], [], [], {}, (), {job.SNAPSHOTS: "theirs"}, [], Limits(None, 1.0, 1.0))
+    monkeypatch.setattr(job, "_start", start)
+    monkeypatch.setattr(job, "prepare", lambda *_: launched)
+    output = Output(colours=(False, False))
+    assert job._run(launched, argparse.Namespace(restarts=1, timeout=None), output) == 143
+    output.close()
+    assert capfd.readouterr().err == "mpikv launch: not started again: ended by SIGTERM\n"
 
 
 def test_from_which_state() -> None:
