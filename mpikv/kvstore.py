@@ -733,6 +733,8 @@ class KVStore:
         finally:
             for call in session.after_close:
                 call()
+            for calls in (session.before_close, session.after_close):
+                calls.clear()  # which refer to this store
         for earlier in self._not_given():
             raise earlier
 

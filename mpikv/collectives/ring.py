@@ -52,6 +52,9 @@ class RingStages:
 
     steps: what `segments_by_step` returns. reducing: combine received segments with `buf`, else write them to it.
     ready: returns how many segments of `steps`, from the first on, hold this rank's own values by now (None: all).
+    count: returns how many of them this rank may send on by now.
+
+    The stages refer to each other in one direction, so that a round's arrays go with its last reference.
     """
 
     def __init__(
@@ -67,10 +70,10 @@ class RingStages:
         combine: np.ufunc = np.add,
     ) -> None:
         views = [buf[a:b] for step in steps for a, b in step]
-        self._n_first = len(steps[0])
-        self._ready = ready or (lambda: len(views))
+        n_first, n_all = len(steps[0]), len(views)
+        own = ready or (lambda: n_all)
         before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
-        incoming, outgoing = views[self._n_first :], views[: len(views) - len(steps[-1])]
+        incoming, outgoing = views[n_first:], views[: len(views) - len(steps[-1])]
         if reducing:
             targets = scratch(group, incoming, window)
 
@@ -78,18 +81,19 @@ class RingStages:
                 combine(targets[i][: incoming[i].size], incoming[i], out=incoming[i])
 
             def contributed() -> int:
-                return self._ready() - self._n_first
+                return own() - n_first
 
             sources = [(before, target) for target in targets]
-            self.receiver = Receiver(group, sources, tag, window, take=add, may_take=contributed)
+            receiver = Receiver(group, sources, tag, window, take=add, may_take=contributed)
         else:
-            self.receiver = Receiver(group, [(before, view) for view in incoming], tag, window)
-        self.sender = Sender(group, [(after, view) for view in outgoing], tag, window, self.count)
+            receiver = Receiver(group, [(before, view) for view in incoming], tag, window)
 
-    def count(self) -> int:
-        """Return how many segments of `steps`, from the first on, this rank may send on by now."""
-        ready = self._ready()
-        return ready if ready < self._n_first else self._n_first + self.receiver.count
+        def count() -> int:
+            ready = own()
+            return ready if ready < n_first else n_first + receiver.count
+
+        self.receiver, self.count = receiver, count
+        self.sender = Sender(group, [(after, view) for view in outgoing], tag, window, count)
 
 
 def _steps(group: Group, buf: HostArray, chunks: Sequence[int], *, reducing: bool) -> tuple[list[list[Span]], int]:

@@ -171,24 +171,23 @@ def run_chunks(counters: Counters, words: ChunkWords, chunks: Sequence[Chunk], f
 
 
 class Executor:
-    """Runs plans one after another, the same on all ranks. counters: of `WORDS`. wait: until ranks have counted."""
+    """Runs plans one after another, the same on all ranks. counters: of `WORDS`."""
 
-    def __init__(self, counters: Counters, wait: Wait) -> None:
+    def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._wait = wait
         self._n_chunks = 0  # of all plans so far
 
     def begin(self, plan: Plan) -> None:
         """Fill the first chunk, which can be done before all ranks have made the call."""
         copy_all(plan.chunks[0].fills)
 
-    def finish(self, plan: Plan) -> None:
-        """Run the rest of the plan, once all ranks have made the call. Blocks."""
+    def finish(self, plan: Plan, wait: Wait) -> None:
+        """Run the rest of the plan, once all ranks have made the call. Blocks. wait: until ranks have counted."""
         chunks = plan.chunks
         if plan.alone:
             add_all(chunks[0].sums)
             copy_all(chunks[0].drains)
             return
         for request in run_chunks(self._counters, CHUNK_WORDS, chunks, self._n_chunks):
-            self._wait(request)
+            wait(request)
         self._n_chunks += len(chunks)

@@ -154,6 +154,6 @@ def assemble(
         of_workers = replace(members.ring, memory=of_memory is not None)
     ring = RingKeys(session, of_workers, of_memory, nccl=nccl, speaker=owners.speaker)
     strategy = DistributedStrategy(session, ring, owners)
-    session.start(strategy.events)
+    session.start(strategy.events())
     store = KVStore(session, strategy, on_device=spec.on_device)
     return metrics.start(store, members.config.metrics, metrics_name)

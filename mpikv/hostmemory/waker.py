@@ -101,6 +101,7 @@ class Waker:
             if pipe >= 0:
                 os.close(pipe)
         self._own, self._others = -1, {}
+        self.waiting = lambda: False
 
 
 def stand_by(allgather: Callable[[bytes], list[bytes]]) -> None:

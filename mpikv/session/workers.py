@@ -303,12 +303,27 @@ class Workers(AgreedSession):
         self.abandon()
         self.transport.close()
         self.spaces.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Refer no more to those who are told of things, and have the keys: so the values go with the store's last
+        reference, and not when Python looks for cycles of objects, which may be much later.
+        """
+        pushes = self._events.pushes()
+        self._events = KeyEvents(_closed, _closed, _closed, lambda: pushes)
+        for told in (self.on_attributes, self.before_barrier, self.messages.acts):
+            told.clear()
+        self.links = self.engine.waker = None
 
     def abandon(self) -> None:
         super().abandon()
         self.engine.stop()
         if self.links is not None:
             self.links.close()
+
+
+def _closed(*_: Any) -> None:
+    raise MpikvError("a key was agreed on in a store that is closed")
 
 
 def _error_named(name: str) -> type[Exception]:

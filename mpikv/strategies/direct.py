@@ -55,7 +55,7 @@ class Direct:
             wait_s=min(WAIT_S, config.timeout_s / 4, EARLY * config.stall_warn_s),
             waited=lambda seconds: session.waits.spent.add("pushpull", seconds),
         )
-        self._executor = Executor(counters, self._wait)
+        self._executor = Executor(counters)
         self._lock = threading.Lock()
         self._last_event = 0
         self._parity = 0
@@ -229,7 +229,7 @@ class Direct:
             self._parity ^= 1
             self._current = call
             try:
-                self._executor.finish(plan)
+                self._executor.finish(plan, self._wait)
             except BaseException as error:
                 self._failure = error
                 raise

@@ -63,20 +63,20 @@ class MixedCall(PreparedCall):
 
 
 class DistributedStrategy(Strategy):
-    """All workers call its methods that are collective in the same order.
-
-    events: what it does with keys as they are agreed on, for `Workers.start`.
-    """
+    """All workers call its methods that are collective in the same order."""
 
     rows: RowClient
 
     def __init__(self, session: Workers, ring: RingKeys, owners: OwnedKeys) -> None:
         self._session, self.ring, self.owners, self.rows = session, ring, owners, owners.rows
         owners.first_values = ring.first_values
-        agreed = None if ring.communicators is None else ring.agreed
-        self.events = KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed)
 
     # --- keys
+
+    def events(self) -> KeyEvents:
+        """What it does with keys as they are agreed on, for `Workers.start`."""
+        agreed = None if self.ring.communicators is None else self.ring.agreed
+        return KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed)
 
     def init(self, values: Sequence[NewKey]) -> None:
         first_values = self.ring.first_values

@@ -207,7 +207,7 @@ class Client:
         # Servers that share memory with this worker. They send an answer only after reading the piece it replaces.
         local = transport.local
         self.through_memory = [local is not None and local.reaches(rank) for rank in self._servers]
-        self._offered = [OfferedPieces(partial(self._isend, rank)) for rank in self._servers]
+        self._offered = [OfferedPieces(partial(_isend, transport, rank)) for rank in self._servers]
         # What a rank copies to itself is no message.
         inner = transport.inner if isinstance(transport, OwnRank) else transport
         self._ends: list[Transport] = [transport if rank == transport.rank else inner for rank in self._servers]
@@ -342,13 +342,14 @@ class Client:
         for offered in self._offered:
             offered.send_all()
 
-    def _isend(self, rank: int, data: HostArray, tag: int) -> Operation:
-        return self.transport.isend(data, rank, tag)
-
     def irecv(self, data: HostArray, server: int, tag: int) -> Operation:
         if server == self.own and not isinstance(data, np.ndarray):
             return self._loopback.receive(data, tag)
         return self.transport.irecv(data, self._servers[server], tag)
+
+
+def _isend(transport: Transport, rank: int, data: HostArray, tag: int) -> Operation:
+    return transport.isend(data, rank, tag)
 
 
 class _Transfer:

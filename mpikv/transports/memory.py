@@ -305,6 +305,7 @@ class LocalTransport:
 
     def close(self) -> None:
         self.waker.close()
+        self._polled = []
 
 
 def local_transport(

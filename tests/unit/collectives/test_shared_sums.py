@@ -56,7 +56,7 @@ class Rank:
         self.slots = Slots(memory, table_bytes(memory.size, WORDS))
         counters = Counters(memory, 0, WORDS, polling=Polling.of(memory, memory.size))
         self.together = CommonCalls(counters, step=lambda: False, wait_s=LIMIT_S)
-        self.executor = Executor(counters, wait)
+        self.executor = Executor(counters)
         self._free = self.slots.end
         self._turn = 0
 
@@ -74,7 +74,7 @@ class Rank:
         assert self.together.begin(digest("call"))
         self._turn ^= 1
         try:
-            self.executor.finish(plan)
+            self.executor.finish(plan, wait)
         finally:
             self.together.end(digest("key"), 1)
         return plan
