@@ -155,7 +155,7 @@ class PreparedCalls:
     def __init__(self) -> None:
         self._singles: OrderedDict[Any, _Single] = OrderedDict()
         self._lists: list[_List] = []  # the last used first
-        self._seen: OrderedDict[Any, tuple[int, ...]] = OrderedDict()
+        self._seen: OrderedDict[Any, int] = OrderedDict()
 
     def find(self, key: Any, value: Any, out: Any) -> PreparedCall | None:
         """Return the call that was made with these very arguments before, or None."""
@@ -180,8 +180,9 @@ class PreparedCalls:
         if not listed and (isinstance(value, Listed) or isinstance(out, Listed)):
             call.release()  # one key with lists of one array each: seldom, and not worth a form of its own
             return
-        name = ("list", *key) if listed else key
-        ids = tuple(map(id, [*_objects(value), None, *_objects(out or ())] if listed else [value, out]))
+        # Hashes of lists, which may be long. Where two are equal by chance, a call is kept one coming too early.
+        name = hash(("list", *key)) if listed else key
+        ids = hash(tuple(map(id, [*_objects(value), None, *_objects(out or ())] if listed else [value, out])))
         if self._seen.get(name) != ids and not at_once:
             self._seen[name] = ids
             if len(self._seen) > KEPT_SINGLES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import frameworks
 import numpy as np
 import pytest
@@ -204,3 +206,14 @@ def test_which_tensors_may_come_again():
     assert not may_come_again(imaginary)
     for array in (torch.zeros(3, requires_grad=True), torch.zeros(2, 2).t(), torch.zeros(3, dtype=torch.bfloat16), X):
         assert may_come_again(array)
+
+
+def test_lists_that_never_come_again_take_little_memory():
+    """As of a program that pushes other keys in every step."""
+    prepared, arrays = PreparedCalls(), [array() for _ in range(101)]
+    tracemalloc.start()
+    for step in range(KEPT_SINGLES):
+        prepared.add([f"{step} {i}" for i in range(len(arrays))], arrays, None, Call())
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 300 * KEPT_SINGLES
