@@ -395,8 +395,7 @@ def test_a_job_near_its_limit_saves_requeues_itself_and_goes_on(
     cluster: Slurm | GridEngine = request.getfixturevalue(start.system)
     weights, steps = tmp_path / "weights.npz", 60
     copy = changed(start.script, tmp_path, REQUEUE="yes", **({} if start.is_slurm else {"STOP_AFTER": "40"}))
-    pause_s = "0.25" if start.is_slurm else "1"
-    program = ["python", str(Path(__file__).with_name("slowly.py")), pause_s]
+    program = ["python", str(Path(__file__).with_name("until_asked.py"))]
     program += training.command(images, weights, steps=steps)[1:]
     options = start.options() + (["--time=1", "--signal=B:USR1@48", "--requeue"] if start.is_slurm else [])
     variables = {**training.SAME_BITS, "MPIKV_STOP_FILE": str(tmp_path / "states")}

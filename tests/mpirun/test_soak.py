@@ -46,6 +46,7 @@ def test_many_steps(mpi: Mpi, kind: str, servers: int, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir() if "-" not in path.name} == {"snapshots", "states"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
 def test_many_stores(mpi: Mpi, tmp_path: Path) -> None:
     """A communicator that stays would show in the handle of the next one."""
