@@ -125,7 +125,7 @@ class Attack:
         """Kill the run under way, at its moment."""
         run = len(self._runs)
         if kill.moment != "start":
-            reached = {"step": r"(step \d+|close)", "snapshot": r"(step \d+|close)"}.get(kill.moment, kill.moment)
+            reached = kill.moment if kill.moment in ("resume", "close") else r"(step \d+|close)"
             self._running.wait_for(rf"run {run} at {reached}\n", LIMIT_S)
         self._wait_until(lambda: self._find(kill)[1])
         number, pids = self._find(kill)
@@ -205,8 +205,11 @@ def weights(job: Job) -> list[str]:
     return re.findall(r"weights (\w+)", job.output)[-1:]
 
 
+Undisturbed = Callable[[Mpi, Training], list[str]]
+
+
 @pytest.fixture(scope="session")
-def undisturbed() -> Callable[[Mpi, Training], list[str]]:
+def undisturbed() -> Undisturbed:
     """The weights of a training that nobody kills."""
     known: dict[tuple[str, Training], list[str]] = {}
 
@@ -219,9 +222,6 @@ def undisturbed() -> Callable[[Mpi, Training], list[str]]:
         return known[mpi.kind, training]
 
     return found
-
-
-Undisturbed = Callable[[Mpi, Training], list[str]]
 
 
 def test_each_kind_of_process_is_killed(mpi: Mpi, tmp_path: Path, undisturbed: Undisturbed) -> None:
