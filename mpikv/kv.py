@@ -10,6 +10,7 @@ import os
 import sys
 import uuid
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpikv.common.checks import shown, wrong
@@ -31,10 +32,15 @@ from mpikv.placement.topology import labels, topology
 from mpikv.runtime import abort, launcher, library, signals
 from mpikv.server.roles import Roles, assign
 from mpikv.session.agreement import grouped
+from mpikv.session.continued import ContinuedSession
+from mpikv.session.workers import Workers
+from mpikv.strategies.continued import ContinuedStrategy
 from mpikv.transports.memory import LocalTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpikv.transports.mpi import MpiTransport
 
 
 __all__ = ["KVStore", "create"]
@@ -147,8 +153,6 @@ def _check_process(name: str) -> None:
 def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm | None) -> KVStore:
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
-    from mpikv.session.processes import Processes  # noqa: PLC0415
-
     world = MPI.COMM_WORLD
     if world.Get_size() > 1:
         abort.install(world.Get_rank(), world.Get_size())
@@ -163,10 +167,81 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         raise ValueError("comm is COMM_NULL: this rank belongs to no group of the split, and makes no store")
     elif not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"comm is an mpi4py.MPI.Intracomm, not {type(comm).__name__}")
-    processes = Processes(comm, config, f"kv.create({name!r})", _check_servers(name, comm))
+    advice = _check_servers(name, comm)
+    if config.on_failure == "continue":
+        return _create_continued(name, spec, config, comm)
+    store = _made(name, spec, config, comm, advice)
+    assert isinstance(store.session, Workers)
+    if servers := store.session.members.servers:
+        _served.append((weakref.ref(store), comm.Get_group().Incl(servers)))
+    return _begun(_registered(store), config)
+
+
+def _create_continued(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm) -> KVStore:
+    """A store whose workers go on without those that die: of each generation one is made, behind that of the program.
+
+    A rank of which the settings make a server, or which runs no other program, serves each of them.
+    """
+    from mpikv.create.survivors import MpiSurvivors, check  # noqa: PLC0415 - importing it initialises MPI
+
+    check(library.describe().fault_tolerance, config)
+    if spec is not None and not spec.synchronous:
+        raise ConfigError(
+            f"kv.create({name!r}): MPIKV_ON_FAILURE=continue is for synchronous stores: the values of an asynchronous "
+            "one are at its owners alone. mpikv launch --restarts N starts the job again from a snapshot"
+        )
+
+    def make(comm: MPI.Intracomm, number: int) -> KVStore:
+        served = number and survivors.serves
+
+        def has_role(transport: MpiTransport, *, serves: bool) -> None:
+            survivors.began(transport)
+            survivors.serves = serves
+
+        def on_fatal(error: BaseException) -> None:
+            if not survivors.is_death(error):  # which the next call of the store finds
+                abort.fatal(error)
+
+        settings = config
+        if number:  # roles stay what they are
+            settings = config.with_(num_servers=0, test_hosts=min(config.test_hosts, comm.Get_size()))
+        return _made(name, None if served else spec, settings, comm, own=True, on_fatal=on_fatal, has_role=has_role)
+
+    survivors = MpiSurvivors(comm, config, make)
+    try:
+        session = ContinuedSession(name, config, survivors)
+    except SystemExit:
+        survivors.closed()
+        raise
+    store = KVStore(session, ContinuedStrategy(session), on_device=spec is not None and spec.on_device)
+    return _begun(_registered(store), config)
+
+
+def _made(
+    name: str,
+    spec: StoreSpec | None,
+    config: Config,
+    comm: MPI.Intracomm,
+    advice: str = "",
+    *,
+    own: bool = False,
+    on_fatal: Callable[[BaseException], None] = abort.fatal,
+    has_role: Callable[..., None] = lambda *_, **__: None,
+) -> KVStore:
+    """The store of a worker. At a server: SystemExit when all workers have closed theirs.
+
+    own: whether `comm` is this store's alone. has_role(transport, serves=): called when this rank knows its role.
+    """
+    from mpikv.session.processes import Processes  # noqa: PLC0415
+
+    processes = Processes(comm, config, f"kv.create({name!r})", advice, own=own)
     transport = processes.transport
     found = worker_device.find(spec, config, topology(transport.hosts).local_rank[transport.rank])
     try:
+        if config.on_failure == "continue":
+            from mpikv.create.survivors import check_hosts  # noqa: PLC0415
+
+            check_hosts(transport.hosts, os.environ)
         announced = processes.compare(_introduction(spec, config, found.told))
         spec, roles = _settle(announced, transport.hosts, config)
     except MpikvError:
@@ -194,6 +269,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     decisions.of_process(decisions.log_of(members, transport.rank), members, transport.rank, found.told)
     listener = _stop_signals(config)
     store_id = announced[0]["store_id"]
+    has_role(transport, serves=transport.rank in roles.servers)
     if transport.rank in roles.servers:
         listener.install()
     store = assemble(
@@ -202,7 +278,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         transport,
         members,
         threaded=processes.threaded,
-        on_fatal=abort.fatal,
+        on_fatal=on_fatal,
         memory=memory,
         connect=connect,
         asked_to_stop=listener.why,
@@ -216,10 +292,8 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     if store is None:
         listener.end()
         raise SystemExit(0)
-    if roles.servers:
-        _served.append((weakref.ref(store), comm.Get_group().Incl(roles.servers)))
     offered.offer(store, store_id, asks=processes.threaded)
-    return _begun(_registered(store), config)
+    return store
 
 
 def _check_servers(name: str, comm: MPI.Intracomm) -> str:

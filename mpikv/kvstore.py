@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, NoReturn, SupportsIndex
@@ -27,13 +27,14 @@ from mpikv.codecs import compression
 from mpikv.common import checks
 from mpikv.common.checks import shown
 from mpikv.errors import KeyExists, MpikvError, StallError, UnsupportedError
-from mpikv.groups.workers import WorkersGroup
+from mpikv.groups.workers import ContinuedGroup, WorkersGroup
 from mpikv.observe.program import WorkerStatus
 from mpikv.placement.keys import KeyInfo
 from mpikv.session.base import NewKey, Pending, Session, Updater
+from mpikv.session.continued import ContinuedSession
 from mpikv.session.workers import Workers
 from mpikv.strategies.base import Entry, PreparedCall, Sink, Strategy
-from mpikv.strategies.states import load_file, save_file
+from mpikv.strategies.states import LOAD, SAVE, load_file, save_file
 
 SUM_NAME = SUM.name
 
@@ -62,7 +63,11 @@ class KVStore:
     def __init__(self, session: Session, strategy: Strategy, *, on_device: bool) -> None:
         # For what is built on a store, as trainers are; users do not need them.
         self.session, self.strategy = session, strategy
-        self.workers_group = WorkersGroup(session, strategy.reserve) if isinstance(session, Workers) else None
+        self.workers_group: WorkersGroup | ContinuedGroup | None = None
+        if isinstance(session, Workers):
+            self.workers_group = WorkersGroup(session, strategy.reserve)
+        elif isinstance(session, ContinuedSession):
+            self.workers_group = ContinuedGroup(session)
         self._pid = session.pid
         self._forms = CallForms(session, strategy, on_device=on_device)
         self._rows = RowCalls(session, strategy, self._forms)
@@ -87,6 +92,27 @@ class KVStore:
     def num_workers(self) -> int:
         """How many workers share the store; servers are not counted."""
         return self.session.num_workers
+
+    @property
+    def generation(self) -> int:
+        """How often the workers have gone on without some that had died: see docs/failures.md. 0 at the start.
+
+        >>> kv.create('local').generation
+        0
+        """
+        return self.session.generation
+
+    def on_change(self, call: Callable[[], None]) -> None:
+        """Call a function each time the workers have gone on without some that had died. Local.
+
+        It is called in the call of the store in which this worker has learned of it, on every worker that is left; rank
+        and num_workers are the new ones. It makes no call of the store itself.
+
+        >>> kv.create('local').on_change(lambda: print('fewer workers'))
+        """
+        if not callable(call):
+            raise checks.wrong("on_change: call", "a function without arguments", call)
+        self.session.on_change.append(call)
 
     @property
     def device(self) -> int | None:
@@ -672,7 +698,8 @@ class KVStore:
         """
         self._check_open("save_optimizer_states")
         checks.flag("dump_optimizer", dump_optimizer)
-        save_file(self.session, self.strategy, checks.path("fname", fname), dump_optimizer=dump_optimizer)
+        path = checks.path("fname", fname)
+        self.session.whole(SAVE, lambda: save_file(self.session, self.strategy, path, dump_optimizer=dump_optimizer))
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Read what `save_optimizer_states` wrote, with any number of workers and servers.
@@ -687,7 +714,8 @@ class KVStore:
         >>> store.load_optimizer_states('states')
         """
         self._check_open("load_optimizer_states")
-        load_file(self.session, self.strategy, checks.path("fname", fname))
+        path = checks.path("fname", fname)
+        self.session.whole(LOAD, lambda: load_file(self.session, self.strategy, path))
 
     # --- barrier and end
 

@@ -21,9 +21,10 @@ from mpikv.create import spec
 from mpikv.create.assembly import local_store
 from mpikv.hostmemory import rings
 from mpikv.placement import cut, members, owners
+from mpikv.testing.continued import spawn_continued
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports import memory as through_memory
-from mpikv.transports.faulty import Faults, FaultyFabric
+from mpikv.transports.faulty import Deaths, Faults, FaultyFabric
 from mpikv.transports.threads import Fabric
 
 DTYPES = tuple(
@@ -114,12 +115,7 @@ class Mode(NamedTuple):
             fabric = DeviceFabric(Fabric(size) if fabric is None else fabric)
         if self.codec:
             compression = make({"type": self.codec, "force": True})
-        with (
-            long_messages() if self.memory == "long" else contextlib.nullcontext(),
-            mock.patch.object(members, "ADDED_BYTES", 1),
-            mock.patch.dict(cut.SHORT_BYTES, ring=16, hosted=16),  # between hosts keys go both ways
-            mock.patch.object(owners, "CUT_BYTES", 32),
-        ):
+        with self._small():
             return spawn_stores(
                 self.name,
                 self.workers,
@@ -130,6 +126,33 @@ class Mode(NamedTuple):
                 fabric=fabric,
                 gpus=gpus,
                 compression=compression,
+            )
+
+    @contextlib.contextmanager
+    def _small(self) -> Iterator[None]:
+        """Let small keys go the ways of large ones."""
+        with (
+            long_messages() if self.memory == "long" else contextlib.nullcontext(),
+            mock.patch.object(members, "ADDED_BYTES", 1),
+            mock.patch.dict(cut.SHORT_BYTES, ring=16, hosted=16),  # between hosts keys go both ways
+            mock.patch.object(owners, "CUT_BYTES", 32),
+        ):
+            yield
+
+    def run_continued(
+        self, body: Callable[[Any], Any], deaths: Deaths, faults: Callable[[int], Faults], **changes: Any
+    ) -> list[Any]:
+        """`body(store)` on every worker, of which some may die; the results as of `spawn_continued`."""
+        with self._small():
+            return spawn_continued(
+                self.name,
+                self.workers,
+                body,
+                num_servers=self.servers,
+                config=self.config(**changes),
+                hosts=self._hosts,
+                deaths=deaths,
+                faults=faults,
             )
 
     def _run_alone(self, body: Callable[[Any], Any]) -> Any:

@@ -13,9 +13,10 @@ differ: they exchange the texts, and make it again with zeros of those that have
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from mpikv.session.agreement import grouped
 PIECE_BYTES = 4 << 20  # of what goes by messages: bounds their memory, and is passed on while the next one comes
 _SHOWN = 2000  # characters of a description in an error
 
+T = TypeVar("T")
 OPS = tuple(REDUCTIONS)
 _CALL = "a collective call"
 _JOIN = f"{_CALL}\njoin"
@@ -63,6 +65,9 @@ class CollectiveCalls:
         Collective, blocks. arrays: of any shapes, in the dtypes of the store. op: one of `OPS`. The mean of whole
         numbers is cut towards zero. The result has the same bits on every worker.
         """
+        return self._whole(partial(self._allreduce, arrays, op, name))
+
+    def _allreduce(self, arrays: Sequence[HostArray], op: str, name: str | None) -> list[HostArray]:
         with self._refusing("allreduce"):
             values = _arrays("allreduce", arrays)
             operator = _operator("allreduce", op, values)
@@ -85,6 +90,9 @@ class CollectiveCalls:
         arrays: with at least one dimension. The first worker has the first rows, and so on; where they cannot be shared
         out evenly, the first workers have one row more.
         """
+        return self._whole(partial(self._reduce_scatter, arrays, op, name))
+
+    def _reduce_scatter(self, arrays: Sequence[HostArray], op: str, name: str | None) -> list[HostArray]:
         with self._refusing("reduce_scatter"):
             values = _arrays("reduce_scatter", arrays)
             operator = _operator("reduce_scatter", op, values)
@@ -103,6 +111,9 @@ class CollectiveCalls:
 
     def broadcast(self, arrays: Sequence[HostArray], root: int = 0, name: str | None = None) -> list[HostArray]:
         """Return worker `root`'s values of each array, as new arrays; others bring shapes and dtypes. Blocks."""
+        return self._whole(partial(self._broadcast, arrays, root, name))
+
+    def _broadcast(self, arrays: Sequence[HostArray], root: int, name: str | None) -> list[HostArray]:
         with self._refusing("broadcast"):
             check_root(root, self.store.num_workers)
             values = _arrays("broadcast", arrays)
@@ -121,6 +132,9 @@ class CollectiveCalls:
 
     def allgather(self, array: HostArray, name: str | None = None) -> HostArray:
         """Return all workers' arrays one behind the other, as a new array; first dimensions may differ. Blocks."""
+        return self._whole(partial(self._allgather, array, name))
+
+    def _allgather(self, array: HostArray, name: str | None) -> HostArray:
         with self._refusing("allgather"):
             (value,) = _arrays("allgather", [array])
             if not value.ndim:
@@ -135,7 +149,7 @@ class CollectiveCalls:
 
     def agree(self, lines: Sequence[str], what: str, error: type[MpikvError] = ConfigError) -> None:
         """Raise `error` on every worker if they bring different lines of `what`, with the first such line. Blocks."""
-        self._run(_NOTHING, "agree", "\n".join(lines), what, error)
+        self._whole(lambda: self._run(_NOTHING, "agree", "\n".join(lines), what, error))
 
     def join(self, *, patient: bool = False) -> int:
         """Take part in the allreduces of the others, with zeros or the like, until every worker has called this.
@@ -144,6 +158,9 @@ class CollectiveCalls:
         calls. Other calls than `allreduce` are a ShapeMismatch where they are made. patient: whether to wait for the
         others' next call without the store's limit, since something else ends the wait.
         """
+        return self._whole(partial(self._join, patient=patient))
+
+    def _join(self, *, patient: bool) -> int:
         rounds = 0
         while (form := self._run(_NOTHING, "join", "join", patient=patient)) is not None:
             rounds += 1
@@ -153,6 +170,13 @@ class CollectiveCalls:
         return max(worker for worker, count in enumerate(counts) if count == min(counts))
 
     # --- how they are done
+
+    def _whole(self, call: Callable[[], T]) -> T:
+        """Make a call, and where workers go on after a death make it again, or end it on all of them."""
+        if (group := self.store.workers_group) is not None:
+            group.in_turn.wait()  # which are such calls, too
+        found: T = self.store.session.whole("calls", call)
+        return found
 
     @contextmanager
     def _refusing(self, call: str) -> Iterator[None]:

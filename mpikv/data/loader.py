@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -168,6 +168,8 @@ class DataLoader:
         1
         """
         where = {"epoch": self.epoch, "start": self._start, "batches": self._batches, "before": list(self._before)}
+        if isinstance(self._sampler, SplitSampler):
+            where |= self._sampler._since_a_split(self._batches * self.batch_size)  # noqa: SLF001 - not for users
         return {**where, "of": self._identity()}
 
     def _identity(self) -> dict[str, Any]:
@@ -223,6 +225,9 @@ class DataLoader:
             self._begin()
         self._resumed = False
         self._after = None
+        split = isinstance(self._sampler, SplitSampler) and self._sampler._follows  # noqa: SLF001 - not for users
+        if split and self.last != "rollover":
+            return self._epoch(self._drawn_batches(), [])
         indices = self._sampler.indices() if isinstance(self._sampler, SplitSampler) else list(self._sampler)
         order = np.concatenate([np.array(part, dtype=np.int64) for part in (self._before, indices)])
         n_batches = self._count(len(order))
@@ -233,7 +238,13 @@ class DataLoader:
         begins = range(self._batches * self.batch_size, min(cut, len(order)), self.batch_size)
         return self._epoch([order[i : i + self.batch_size] for i in begins], left_over)
 
-    def _epoch(self, parts: Sequence[NDArray[np.int64]], left_over: list[int]) -> Iterator[Any]:
+    def _drawn_batches(self) -> Iterator[NDArray[np.int64]]:
+        """The batches of an epoch whose examples may be split anew meanwhile: each is drawn when it is loaded."""
+        drawing = islice(iter(self._sampler), self._batches * self.batch_size, None)
+        while (batch := [*islice(drawing, self.batch_size)]) and (self.last == "keep" or len(batch) == self.batch_size):
+            yield np.array(batch, np.int64)
+
+    def _epoch(self, parts: Iterable[NDArray[np.int64]], left_over: list[int]) -> Iterator[Any]:
         self._running = running = object()
         for batch in _made_ahead(map(partial(partial, self._load), parts), self._ahead):
             if self._running is running:

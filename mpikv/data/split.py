@@ -16,6 +16,8 @@ each) after it. Source of the generator: M. O'Neill, PCG, HMC-CS-2014-0905.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -96,6 +98,10 @@ class SplitSampler:
             )
         self.epoch = 0
         self.start = 0
+        self._follows = False  # whether parts may become fewer while it is iterated over
+        self._lock = threading.Lock()  # a loader draws in a thread
+        self._mine: NDArray[np.int64] = np.empty(0, np.int64)  # what this iteration gives
+        self._drawn = self._before = 0  # how many of them it has given, and how many are of an earlier split
 
     @classmethod
     def for_store(
@@ -103,12 +109,44 @@ class SplitSampler:
     ) -> SplitSampler:
         """Make the sampler of this worker: part `store.rank` of `store.num_workers`. Local.
 
+        Where workers go on without some that have died (MPIKV_ON_FAILURE=continue), an iteration goes on with an equal
+        part of what nobody has drawn yet.
+
         >>> list(data.SplitSampler.for_store(4, kv.create('local'), shuffle=False))
         [0, 1, 2, 3]
         """
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
             raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
-        return cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
+        made = cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
+        session = getattr(store, "session", None)
+        if session is not None and session.continues:
+            made._follow(store, session)
+        return made
+
+    def _follow(self, store: Any, session: Any) -> None:
+        """Split anew what is left when workers have gone. All of them have made this sampler."""
+        name, me = f"sampler {len(session.tells)}", weakref.ref(self)
+        self._follows = True
+
+        def drawn() -> int:
+            sampler = me()
+            return 0 if sampler is None else sampler._drawn  # noqa: SLF001 - of this class
+
+        def changed() -> None:
+            if (sampler := me()) is not None:
+                most = max(one.get(name, 0) for one in session.told)
+                sampler._split_anew(most, store.num_workers, store.rank)  # noqa: SLF001 - of this class
+
+        session.tells[name] = drawn
+        session.on_change.append(changed)
+
+    def _split_anew(self, drawn: int, num_parts: int, part_index: int) -> None:
+        """Go on as one of fewer parts. drawn: by who has drawn most, up to which all draw their old part."""
+        with self._lock:
+            old = self._mine[: max(drawn, self._before)]
+            self.start = min(self.start + self.num_parts * (len(old) - self._before), self.length)
+            self.num_parts, self.part_index, self._before = num_parts, part_index, len(old)
+            self._mine = np.concatenate([old, self.indices()])
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part. Local.
@@ -124,6 +162,12 @@ class SplitSampler:
         epoch, start = checks.whole("epoch", epoch, most=None), checks.whole("start", start, most=self.length)
         self.epoch, self.start = epoch, start
 
+    def _since_a_split(self, had: int) -> dict[str, int]:
+        """Where a loop is that has had so many examples, if they have been split anew in this epoch; else {}. Local."""
+        if not self._before:
+            return {}
+        return {"start": min(self.start + self.num_parts * max(0, had - self._before), self.length), "batches": 0}
+
     def __len__(self) -> int:
         whole, rest = divmod(self.length - self.start, self.num_parts)
         if self.last == "uneven":
@@ -131,7 +175,18 @@ class SplitSampler:
         return whole + (self.last == "wrap" and rest > 0)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.indices().tolist())
+        return self._drawing() if self._follows else iter(self.indices().tolist())
+
+    def _drawing(self) -> Iterator[int]:
+        with self._lock:
+            self._mine, self._drawn, self._before = self.indices(), 0, 0
+        while True:
+            with self._lock:
+                if self._drawn >= len(self._mine):
+                    return
+                found = int(self._mine[self._drawn])
+                self._drawn += 1
+            yield found
 
     def indices(self) -> NDArray[np.int64]:
         """Return this epoch's indices of this part at once: int64, (len(self),).

@@ -31,6 +31,7 @@ from mpikv.groups.shared import MismatchError, SharedCalls, region_bytes
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.observe.stall import Waiting
 from mpikv.session.base import Pending
+from mpikv.session.continued import ContinuedSession
 from mpikv.session.workers import CALLS_ID, CALLS_NAME, Workers
 from mpikv.transports import wire
 from mpikv.transports.base import Group
@@ -184,3 +185,17 @@ class WorkersGroup:
         # All calls can use this one tag: the next call begins with the allreduce above, which ends on no worker before
         # all workers have ended this call.
         yield from described.by_messages(self._messages, wire.TAG_CALLS + 1)
+
+
+class ContinuedGroup:
+    """The calls of workers that go on without those that die: those of the present generation, in one order."""
+
+    def __init__(self, session: ContinuedSession) -> None:
+        self._session = session
+        self.in_turn = CallsInTurn(threaded=session.now.session.threaded)
+        session.before_close.append(self.in_turn.wait)
+
+    def run(self, described: Collective, call: str, *, patient: bool = False) -> None:
+        """See `WorkersGroup`. A death ends it by an error, which `ContinuedSession.whole` knows."""
+        self.in_turn.wait()
+        self._session.now.calls.run(described, call, patient=patient)

@@ -44,7 +44,8 @@ class CommonCalls:
     """One rank's side. counters: a table of at least FREE words.
 
     step: called between the tests of a longer wait: it moves other transfers on, and returns whether any moved. clock:
-    measures that wait. wait_s: its limit. waited: is told how long each longer wait was, in seconds.
+    measures that wait. wait_s: its limit. waited: is told how long each longer wait was, in seconds. failed: whether
+    no call can be made in common any more, because a rank has died, say.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class CommonCalls:
         clock: Clock = MACHINE_CLOCK,
         wait_s: float = WAIT_S,
         waited: Callable[[float], None] = lambda _seconds: None,
+        failed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._rank, self._words = counters.rank, counters.words
         self._polling, self._polls = counters.polling, counters.polling.polls
@@ -62,7 +64,7 @@ class CommonCalls:
         self._peers = [counters.rows[peer] for peer in counters.others]
         self._step = step
         self._clock = clock
-        self._wait_s, self._waited = wait_s, waited
+        self._wait_s, self._waited, self._failed = wait_s, waited, failed
         self._history = 0
         self._count = 0
         self._begun_at = 0
@@ -141,8 +143,9 @@ class CommonCalls:
             return True
         words[self._me + WANT] = 0
         fence()
-        while words[intent] == mark and words[go] != mark:
-            self._polling.yield_()  # the first rank is between its two checks: some instructions
+        while words[intent] == mark and words[go] != mark and not self._failed():
+            self._polling.yield_()  # the first rank is between its two checks: some instructions, unless it has died
+            self._step()
         return words[go] == mark
 
     def _following(self, mark: int) -> bool | None:
@@ -159,7 +162,7 @@ class CommonCalls:
         def known() -> bool:
             nonlocal found
             # Where another thread has pushed meanwhile, no other rank can write this mark any more.
-            found = decided() if self._count == self._begun_at else False
+            found = decided() if self._count == self._begun_at and not self._failed() else False
             return found is not None
 
         if not self._polling.yielded(known):

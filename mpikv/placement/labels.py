@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -83,6 +84,18 @@ class Attributed(Protocol):
     def attributes(self) -> dict[str, Any]: ...
 
 
+class _Pushed:
+    """An optimizer as it was when something was pushed."""
+
+    fields: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self._attributes = attributes
+
+    def attributes(self) -> dict[str, Any]:
+        return dict(self._attributes)
+
+
 class _Slot:
     """An optimizer, and the last pushes of its keys.
 
@@ -128,6 +141,31 @@ class AttributeLog:
         scales: whether all pushes are scaled, or only those within `scaling`.
         """
         self.slots[slot] = _Slot(optimizer, exact=exact, scales=scales)
+
+    # --- of a store that goes on after a death
+
+    def take_over(self, slot: int, optimizer: Attributed, before: AttributeLog | None) -> None:
+        """Compare this optimizer from now on, whose copy as it was set has the slot. before: the log until now."""
+        one, old = self.slots[slot], None if before is None else before.slots.get(slot)
+        one.optimizer = optimizer
+        if old is not None:
+            one.agreed, one.scales, one.update, one.sent = old.agreed, old.scales, old.update, old.sent
+        one.forget()
+
+    @contextmanager
+    def pushed_under(self, slot: int, attributes: Mapping[str, Any] | None) -> Iterator[None]:
+        """Let the pushes of the block have the attributes that the slot's optimizer had at an earlier time."""
+        one = None if attributes is None else self.slots.get(slot)
+        if one is None or attributes is None:
+            yield
+            return
+        now, one.optimizer = one.optimizer, _Pushed(attributes)
+        one.forget()
+        try:
+            yield
+        finally:
+            one.optimizer = now
+            one.forget()
 
     def push_label(self, slot: int, *, exact: bool) -> tuple[PushLabel, dict[str, Any] | None]:
         """The label of a push that is made now, and the attributes where their number is new."""

@@ -120,7 +120,6 @@ class AgreedSession(Session):
         return self._counts[topic]
 
     def agree(self, topic: str, payload: Any, call: str, *, patient: bool = False) -> Any:
-        """One agreement of all workers under a topic that has no name but its count. Collective, blocks."""
         count = self._count(topic)
         waiting = Waiting(call, agreed=(topic, count))
         try:
@@ -266,12 +265,19 @@ class AgreedSession(Session):
         config = json.dumps(optimizer.config(), sort_keys=True)
         self.agree("set_optimizer", [config, None if keys is None else list(keys)], "set_optimizer")
 
-    def agree_on_own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> tuple[int, list[int]]:
-        """All workers bring equal optimizers, to update these keys with by themselves. The slot, the keys' numbers."""
+    def agree_on_own_updates(
+        self, optimizer: Optimizer, keys: Sequence[Key] | None, *, scales: bool
+    ) -> tuple[int, list[int]]:
+        """All workers bring equal optimizers, to update these keys with by themselves. The slot, the keys' numbers.
+
+        scales: see `AttributeLog.watch`.
+        """
         self._compare(optimizer, keys)
-        slot, key_ids = self.new_slot([self.infos[key] for key in keys])
-        exact = any(self.infos[key].dtype.kind in "iu" for key in keys)
-        self.attributes.watch(slot, optimizer, exact=exact, scales=False)
+        slot, key_ids = DEFAULT_SLOT, list[int]()
+        if keys is not None:
+            slot, key_ids = self.new_slot([self.infos[key] for key in keys])
+        exact = not scales and any(self.infos[key].dtype.kind in "iu" for key in keys or ())
+        self.attributes.watch(slot, optimizer, exact=exact, scales=scales)
         return slot, key_ids
 
     # --- labels

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import Compressions
@@ -31,6 +31,7 @@ from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import HOST, Spaces
 
 Updater = Callable[[Key, Any, Any], None]
+T = TypeVar("T")
 
 
 class Pending(NamedTuple):
@@ -74,6 +75,10 @@ class Session:
     synchronous = True
     shares_memory = False
     pid = 0
+    generation = 0  # how often workers have gone on without some that had died
+    continues = False  # whether they do
+    number = 0  # this worker's at the start
+    numbers: Sequence[int] = (0,)  # of all that are here
     activity: Activity | None = None  # what this rank does in the store; None where nobody ever waits for it
 
     def __init__(self, name: str, config: Config | None = None, spaces: Spaces | None = None) -> None:
@@ -100,6 +105,7 @@ class Session:
         self.before_barrier: list[Callable[[], None]] = []
         self.before_close: list[Callable[[], None]] = []
         self.after_close: list[Callable[[], None]] = []
+        self.on_change: list[Callable[[], None]] = []  # called when workers have gone on without some
         self._wished = False
         self._asked: Callable[[], str | None] = lambda: None
 
@@ -209,6 +215,16 @@ class Session:
     def progress(self) -> None:
         """Move transfers on without waiting, for a caller who asks whether one is done."""
 
+    def whole(self, topic: str, attempt: Callable[[], T]) -> T:
+        """Make a call of several parts that all workers make. Where workers go on after a death, it is made again as a
+        whole, or ended on all of them. Collective, blocks.
+        """
+        return attempt()
+
+    def agree(self, topic: str, payload: Any, call: str, *, patient: bool = False) -> Any:
+        """One agreement of all workers under a topic that has no name but its count. Collective, blocks."""
+        return payload
+
     def barrier(self) -> None:
         """Wait for all workers. Collective, blocks."""
 
@@ -222,6 +238,15 @@ class Session:
     def gather(self, call: str, data: bytes) -> list[bytes]:
         """Every worker's bytes, by its number, at worker 0; elsewhere none. Collective, blocks."""
         return [data]
+
+    def at_first(self, call: str, bring: Callable[[], bytes], attempt: Callable[[Sequence[bytes]], Any]) -> Any:
+        """Let worker 0 try something with what all workers bring, as a whole; see `gather` and `decide`."""
+
+        def both() -> Any:
+            gathered = self.gather(call, bring())
+            return self.decide(call, lambda: attempt(gathered))
+
+        return self.whole(call, both)
 
     def scatter(self, call: str, parts: Sequence[bytes] | None) -> bytes:
         """This worker's part of those that worker 0 brings, one for each worker. Collective, blocks."""

@@ -33,10 +33,11 @@ ONE_KIND += " (mpikv launch -s 0)"
 class Processes:
     """One rank of `comm`. Making it is collective and blocks until all ranks do; StallError where they do not come.
 
-    call: what each of them must call, and `advice` what else to say of one that does not.
+    call: what each of them must call, and `advice` what else to say of one that does not. own: whether `comm` is theirs
+    alone, so that they need no duplicate.
     """
 
-    def __init__(self, comm: MPI.Intracomm, config: Config, call: str, advice: str = "") -> None:
+    def __init__(self, comm: MPI.Intracomm, config: Config, call: str, advice: str = "", *, own: bool = False) -> None:
         self._config, self._call, self._advice = config, call, advice
         self._label = f"rank {comm.Get_rank()} of {comm.Get_size()}"
         self.why_no_memory = ""
@@ -44,7 +45,7 @@ class Processes:
         guard = abort.guard()
         others_know = nullcontext() if guard is None else guard.creating(call, world)
         with awaited(call, config.stall_warn_s, world), others_know:
-            self.transport = open_transport(comm, config.timeout_s, self._nobody)
+            self.transport = open_transport(comm, config.timeout_s, self._nobody, own=own)
         self.threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def _nobody(self) -> BaseException:

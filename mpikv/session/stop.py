@@ -22,7 +22,7 @@ each time that they had to go on).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mpikv.engine.operation import Predicate, Steps
 from mpikv.observe.stall import Waiting, say
@@ -39,8 +39,9 @@ class Stopping:
         self._messages, self._waits, self._agreeing = messages, waits, agreeing
         self._common = common_steps
         self._asked: Callable[[], str | None] = lambda: None
-        self._told = False  # this worker's own wish has been sent
-        self._wished = False  # somebody's wish has come here by way of worker 0
+        self._told = ""  # this worker's own wish, which has been sent
+        self._wished = ""  # somebody's wish that has come here by way of worker 0
+        self._stop_at: int | None = None  # a read on which workers had agreed before one of them died
         self._reads = 0  # that have returned
         self._proposal: Proposal | None = None
         messages.acts["wish"] = lambda _source, message: self._wish(message["text"])
@@ -51,8 +52,8 @@ class Stopping:
         with messages.engine.lock:
             if self._told or self._agreeing.closed:
                 return
-            self._told = True
-            messages.send_to(0, {"kind": "wish", "text": f"{why} at {messages.names[messages.workers.rank]}"})
+            self._told = f"{why} at {messages.names[messages.workers.rank]}"
+            messages.send_to(0, {"kind": "wish", "text": self._told})
 
     def wish_when(self, asked: Callable[[], str | None]) -> Steps[None]:
         self._asked = asked
@@ -63,7 +64,7 @@ class Stopping:
         """A wish has come: to worker 0 from anybody, of which the first one counts, and from there to all others."""
         if self._wished or self._agreeing.closed:
             return
-        self._wished = True
+        self._wished = text
         if self._messages.leads:
             say(f"mpikv: {text}: all workers stop after their step")
             for worker in range(1, self._messages.workers.size):
@@ -71,8 +72,30 @@ class Stopping:
         if self._common:
             self._proposal = self._agreeing.propose([(*STOP, self._reads)])
 
+    def told(self) -> tuple[str, int | None]:
+        """What workers have to know that go on without this generation: a wish to stop, and where all stop. Local."""
+        if self._common and self._proposal is not None and self._proposal.test():
+            (verdict,) = self._proposal.verdicts.values()
+            return self._wished, verdict.result
+        return self._wished or self._told, self._stop_at
+
+    def count_on(self, before: Stopping) -> None:
+        """Count reads on from those of an earlier generation. Local."""
+        self._reads, self._told = before._reads, before._told
+
+    def go_on(self, told: Sequence[tuple[str, int | None]]) -> None:
+        """Go on where workers, which all count by now, had stopped or wished to. told: by all of them. Local."""
+        self._stop_at = next((read for _, read in told if read is not None), None)
+        wished = next((text for text, _ in told if text), "")
+        if wished and self._stop_at is None and self._messages.leads:
+            with self._messages.engine.lock:
+                self._wish(wished)
+
     def read(self) -> bool | None:
         """Count one read, under the engine's lock. Returns what it says; None: it is held until the verdict."""
+        if self._stop_at is not None:
+            self._reads += 1
+            return self._reads >= self._stop_at
         if self._wished and self._proposal is None:
             self._proposal = self._agreeing.propose([(*HELD, 0)])
         if self._proposal is not None and not self._proposal.test():

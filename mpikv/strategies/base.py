@@ -201,6 +201,13 @@ class Strategy(ABC):
         """Agree with all workers on new keys and their first values (flat). Collective, blocks."""
 
     lends = True  # whether callers lend their arrays (`Entry.outs`) where they can
+    # Where workers go on after a death: by the number that each had at the start, what a sum is divided by if the
+    # worker is in it, in pushes from now on. Else, and where it is None, sums are divided by nothing.
+    weights: Sequence[float] | None = None
+
+    def contributors(self, key: Key) -> Sequence[int]:
+        """Where workers go on after a death: those, by their numbers at the start, in the last sum of a key. Local."""
+        return ()
 
     @abstractmethod
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
@@ -215,11 +222,14 @@ class Strategy(ABC):
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Let `optimizer` update `keys` (None: all keys that have no other optimizer). Collective, blocks."""
 
-    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:  # noqa: B027 - one worker has none
-        """Check, now and at each push, that all workers update these keys with the same optimizer.
+    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key] | None, *, scales: bool = False) -> int:
+        """Check, now and at each push, that all workers update these keys with the same optimizer. Returns its slot.
 
-        For keys that workers update by themselves. Collective, blocks. ConfigError on all where optimizers differ.
+        For keys that workers update by themselves; None: all that have no other optimizer. scales: whether every push
+        has the factor of its worker, as where owners update. Collective, blocks. ConfigError on all where optimizers
+        differ.
         """
+        return 0  # one worker has none to compare with
 
     @abstractmethod
     def own_states(self, call: str, *, alone: bool = False) -> list[StateRecord]:

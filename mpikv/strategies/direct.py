@@ -54,6 +54,7 @@ class Direct:
             # The wait in the queues, of which others are told, comes after it.
             wait_s=min(WAIT_S, config.timeout_s / 4, EARLY * config.stall_warn_s),
             waited=lambda seconds: session.waits.spent.add("pushpull", seconds),
+            failed=lambda: session.engine.failure is not None,
         )
         self._executor = Executor(counters)
         self._lock = threading.Lock()

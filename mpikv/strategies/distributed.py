@@ -173,12 +173,13 @@ class DistributedStrategy(Strategy):
         slots, cuts = self._session.slot_of, self.ring.cuts
         return [info for info in self._session.in_order() if slots(info) == slot and cuts.get(info.id)]
 
-    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
+    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key] | None, *, scales: bool = False) -> int:
         self._settle("set_optimizer")
-        slot, key_ids = self._session.agree_on_own_updates(optimizer, keys)
+        slot, key_ids = self._session.agree_on_own_updates(optimizer, keys, scales=scales)
         if self.ring.in_use:
             self.ring.set_optimizer(slot, optimizer.attributes(), key_ids)
         self.owners.use_attributes(slot, optimizer.attributes(), key_ids)
+        return slot
 
     def _settle(self, call: str) -> None:
         """Wait until what this worker pushed is where it is added, and cannot meet what follows. Blocks."""

@@ -115,15 +115,14 @@ def save_shares(session: Session, of: Session, path: Place, share: Callable[[], 
     of: has the keys. Raises MpikvError where no key has an optimizer or a codec, what `share` has raised, and OSError,
     on every worker.
     """
-    gathered = session.gather(SAVE, archived(share)[0])
 
-    def write() -> None:
+    def write(gathered: Sequence[bytes]) -> None:
         shares = [opened(worker, data) for worker, data in enumerate(gathered)]
         if not shares[0]["meta"]["optimizers"] and not codec_states.compresses(session):
             raise MpikvError("save_optimizer_states: no optimizer was set, there are no states")
         states_file.save_content(path, join_shares(of, shares, str(path)))
 
-    session.decide(SAVE, write)
+    session.at_first(SAVE, lambda: archived(share)[0], write)
 
 
 def save_file(session: Session, strategy: Strategy, path: Place, *, dump_optimizer: bool) -> None:

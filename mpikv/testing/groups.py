@@ -9,7 +9,7 @@ from mpikv.config import Config
 from mpikv.groups.group import RankGroup
 from mpikv.groups.world import World
 from mpikv.testing.ranks import memories_of, spawn
-from mpikv.testing.stores import TEST_TIMEOUT_S
+from mpikv.testing.stores import for_tests
 from mpikv.transports.base import Transport
 from mpikv.transports.threads import Fabric
 
@@ -33,9 +33,7 @@ def spawn_groups(
     >>> spawn_groups(2, lambda world, group: (group.rank, group.size))
     [(0, 2), (1, 2)]
     """
-    config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
-    if config.stall_warn_s == Config.stall_warn_s:
-        config = config.with_(stall_warn_s="off")  # see `spawn_stores`
+    config = for_tests(config)
     places = hosts or ["localhost"] * size
     memories = memories_of(places) if config.shared_memory == "auto" else [None] * size
 

@@ -335,6 +335,11 @@ def agreed(
     """
     if (bucket_bytes := options["bucket_bytes"]) is not None:
         options["bucket_bytes"] = checks.whole("bucket_bytes", bucket_bytes, 1)
+    if calls.store.session.continues:
+        raise UnsupportedError(
+            f"{what} does not go on without workers that die; use a Trainer, or leave MPIKV_ON_FAILURE unset and start "
+            "the job with mpikv launch --restarts N"
+        )
     name = f"{what.removeprefix('Distributed').lower()}{calls.store.session.new_namespace()}"
     found = Gradients(calls, name, named, **options)
     settings += f", bucket_bytes={bucket_bytes}, compression={found.compression.text}"

@@ -153,13 +153,12 @@ class TrainerFiles(TrainedWeights):
         if self._asynchronous:
             self._session.barrier()
             self.pull_weights()
-        gathered = self._session.gather("save", archived(self._share)[0])
 
-        def write() -> None:
+        def write(gathered: Sequence[bytes]) -> None:
             shares = [opened(worker, data) for worker, data in enumerate(gathered)]
             archive.save(path, checkpoint.KIND, self._of_shares(shares))
 
-        self._session.decide("save", write)
+        self._session.at_first("save", lambda: archived(self._share)[0], write)
 
     def resume(self, fname: str | os.PathLike[str] | None = None) -> int:
         """Continue from a file of `save`: read weights, states and attributes; return the number of steps.

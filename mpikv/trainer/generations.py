@@ -55,9 +55,9 @@ class Generations:
         self._session, self._share, self._folder = session, share, folder
         self._alone = not session.synchronous
         self._cadence = Cadence(every_s, time.monotonic())
-        self._next_host = _next_hosts(session)
         self._last = self._whole = ""  # ids of the snapshot that was begun last, and of the last one that is whole
         self._error = ""  # of writing the last one
+        self._generation = session.generation  # of the workers that have written it
         self._begun = self._warned = False
         self._writing: threading.Thread | None = None
         _make(folder)
@@ -92,6 +92,9 @@ class Generations:
 
         steps: how many were made. Raises UnsupportedError on all workers where one of them cannot give its share.
         """
+        self._session.whole(CALL, partial(self._take, steps))
+
+    def _take(self, steps: int) -> None:
         data, error = archived(self._share)
         self._wait()
         workers = 1 if self._alone else self._session.num_workers
@@ -99,7 +102,7 @@ class Generations:
         name = ShareName(steps, self._last, self._session.rank, workers)
         files = {str(name): data}
         if workers > 1 and len({*self._session.hosts}) > 1:
-            for worker, other in self._session.swap(CALL, data, self._next_host).items():
+            for worker, other in self._session.swap(CALL, data, _next_hosts(self._session)).items():
                 files[str(name._replace(worker=worker))] = other
         self._error = ""
         writes = [files, self._last, self._whole]
@@ -114,14 +117,13 @@ class Generations:
     def finish(self) -> None:
         """Wait until all workers have written the last snapshot. Collective. Raises OSError where one could not."""
         self._wait()
-        gathered = self._session.gather(CALL, self._error.encode())
 
-        def check() -> None:
+        def check(gathered: Sequence[bytes]) -> None:
             for worker, text in enumerate(gathered):
                 if text:
                     raise OSError(f"worker {worker} could not write its share of a snapshot: {text.decode()}")
 
-        self._session.decide(CALL, check)
+        self._session.at_first(CALL, self._error.encode, check)
 
     def _agree(self, errors: list[str]) -> tuple[str, str]:
         """The ids of the snapshot that begins, and of the last one that all workers have written. Collective."""
@@ -137,13 +139,15 @@ class Generations:
                 if of_file and not self._warned:
                     self._warned = True
                     say(f"mpikv: warning: worker {worker} could not write its share of a snapshot: {of_file}")
-            failed = any(of_file for _, of_file in listed)
+            # The share of a worker that has died since then may be missing.
+            failed = any(of_file for _, of_file in listed) or session.generation != self._generation
             return [
                 f"{int(self._last[:8] or '0', 16) + 1:08x}{secrets.token_hex(4)}",
                 self._whole if failed else self._last,
             ]
 
         last, before = begin() if self._alone else session.decide(CALL, begin)
+        self._generation = session.generation
         return last, before
 
     def _write(self, files: Mapping[str, bytes], last: str, before: str) -> None:
@@ -169,6 +173,9 @@ class Generations:
 
         One that is damaged is passed over, with a line that says so. Collective, blocks.
         """
+        return self._session.whole(CALL, self._read)
+
+    def _read(self) -> list[dict[str, Any]] | None:
         session, wrong = self._session, set[tuple[int, str]]()
         for name in os.listdir(self._folder):
             if name.startswith(".mpikv-") and name.endswith(".tmp"):  # of a writer that was killed

@@ -27,7 +27,7 @@ from mpikv import optimizers
 from mpikv.arrays import as_numpy
 from mpikv.common import checks
 from mpikv.common.checks import shown
-from mpikv.errors import MpikvError
+from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.trainer.local_state import LocalState, weight_of
 from mpikv.trainer.parameter import Parameter, divide, is_frozen, list_data, named, zero_grad
@@ -145,6 +145,8 @@ class LocalUpdates:
             checks.whole("every", every, 1)
         made, rate = _outer(outer)
         _check_parts(every, parts, delay, mixing, elastic=rate > 0)
+        if rate and store.session.continues:
+            raise UnsupportedError("LocalUpdates: outer='elastic' needs all workers: leave MPIKV_ON_FAILURE unset")
         self._every, self._delay, self._mixing = every, delay, mixing
         self._store = store
         self._elastic = rate / store.num_workers  # 0: workers get the common weights

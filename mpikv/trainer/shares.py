@@ -8,7 +8,7 @@ and a wrong call is an error on all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -33,11 +33,14 @@ class Share(NamedTuple):
     """How a step scales gradients. divisor: of the sum over all workers. factor: of this worker's gradients before.
 
     With the factor a worker's mean has the weight of its number of examples. examples: of all workers, 0 if unknown.
+    weights: of workers, by their numbers at the start, where some may be gone before the sum is made. It is divided by
+    the weights of those that are in it, too.
     """
 
     divisor: float
     factor: float = 1.0
     examples: float = 0
+    weights: Sequence[float] | None = None
 
 
 class Shares:
@@ -50,6 +53,11 @@ class Shares:
         self._optimizer = optimizer
         self._rank, self._workers = (0, 1) if store is None else (store.rank, store.num_workers)
         self.n_gradients = self._workers * devices  # of each parameter, which a step adds
+        self._mean = Share(self.n_gradients)
+        self._continues = store is not None and store.session.continues
+        if store is not None and self._continues:  # workers have columns, and weights, by their numbers at the start
+            self._rank, self._workers = store.session.number, 1 + max(store.session.numbers)
+            self._mean = Share(devices, weights=[1.0] * self._workers)
         self._array: HostArray | None = None
         self.joined = False
 
@@ -62,7 +70,7 @@ class Shares:
         if batch_size is not None and examples is not None:
             raise ValueError("step: batch_size is for gradients that are sums, examples= for means; give one of them")
         if examples is None and not self.joined:
-            return Share(self.n_gradients) if batch_size is None else Share(batch_size, examples=batch_size)
+            return self._mean if batch_size is None else Share(batch_size, examples=batch_size)
         if examples is not None:
             kind, number = MEANS, positive(examples, "examples, the number of this worker's examples,")
         elif batch_size is not None:
@@ -130,6 +138,8 @@ class Shares:
             first = {kind: np.flatnonzero(of_workers == kind)[0] for kind in sorted(kinds)}
             calls = ", ".join(f"{_CALLS[kind]} on worker {worker}" for kind, worker in first.items())
             raise ValueError(f"a step that workers call in different ways: {calls}")
+        if self._continues:
+            return self._weighted(of_workers, examples, worker)
         if kinds == {UNCOUNTED}:
             return Share(float(present.size) * self._devices)
         total = float(np.sum(examples))
@@ -137,6 +147,15 @@ class Shares:
             return Share(total, examples=total)
         # This divisor stays the same from step to step, as long as the same workers have data.
         return Share(float(present.size) * self._devices, float(examples[worker]) * present.size / total, total)
+
+    def _weighted(self, kinds: HostArray, examples: HostArray, worker: int) -> Share:
+        """What `_share` gives where some of the workers may be gone before the gradients are added."""
+        total = float(np.sum(examples))
+        if UNCOUNTED in kinds:
+            return Share(self._devices, weights=(kinds > 0).astype(float).tolist())
+        if SUMS in kinds:
+            return Share(1.0, examples=total, weights=examples.tolist())
+        return Share(self._devices, float(examples[worker]), total, examples.tolist())
 
 
 def positive(value: Any, what: str) -> float:

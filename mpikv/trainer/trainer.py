@@ -24,7 +24,6 @@ from mpikv.create import notices
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.runtime.abort import tells
-from mpikv.session.workers import Workers
 from mpikv.trainer import parameter as parameters
 from mpikv.trainer.checkpoint import WorkerState, check_kept
 from mpikv.trainer.files import TrainerFiles
@@ -262,7 +261,7 @@ class Trainer(TrainerFiles):
             notices.warn_of_sums(n)
 
     def _step(self, share: Share, ignore_stale_grad: bool, *, wait: bool) -> None:
-        batch_size = share.divisor
+        batch_size, self._strategy.weights = share.divisor, share.weights
         self._check_batch_size(batch_size)
         self._finish_waiting()
         self._rescale(batch_size)
@@ -332,7 +331,7 @@ class Trainer(TrainerFiles):
         """Agree with the other workers on which parameters are frozen, where others than in the last step are."""
         frozen = [name for name in self._trained if parameters.is_frozen(self._params[name])]
         session, differs = store.session, frozen != self._frozen
-        if differs and isinstance(session, Workers) and session.synchronous and not self._adds_in_memory:
+        if differs and session.synchronous and not self._adds_in_memory:
             keys = [self._keys[name] for name in frozen]
             session.agree("skip", keys, "a step with other parameters frozen than before")
         self._frozen = frozen
@@ -394,6 +393,7 @@ class Trainer(TrainerFiles):
         self._need_own_updates("update")
         share = self._shares.of_step(batch_size, None)
         self._rescale(share.divisor)
+        self._strategy.weights = share.weights
         grads = self._grads(ignore_stale_grad)
         self._update(grads)
         if self._workers_update:
@@ -431,13 +431,17 @@ class Trainer(TrainerFiles):
     def _update(self, grads: dict[str, list[Any]], factor: float | None = None) -> None:
         """Update the weights by the sums. factor: of the sums; None: this worker's rescale_grad."""
         own = self._optimizer.rescale_grad
+        if (weights := self._strategy.weights) is not None:
+            for name in grads:
+                there = [weights[worker] for worker in self._strategy.contributors(self._keys[name])]
+                self._scale_grads({name: grads[name][:1]}, 1 / sum(there))
         self._optimizer.rescale_grad = own if factor is None else factor
         try:
             if self._clip is not None:
                 norm = self.last_global_norm = norm_of(self._optimizer, grads, self._spaces)
                 self._optimizer.rescale_grad *= min(1.0, self._clip / (norm + 1e-6))  # as torch's clip_grad_norm_
-            weights = {self._keys[name]: list_data(self._params[name]) for name in grads}
-            self._local.apply(weights, {self._keys[name]: replicas[0] for name, replicas in grads.items()})
+            updated = {self._keys[name]: list_data(self._params[name]) for name in grads}
+            self._local.apply(updated, {self._keys[name]: replicas[0] for name, replicas in grads.items()})
         finally:
             self._optimizer.rescale_grad = own
         self._data_written(grads)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 from mpi4py import MPI
@@ -24,13 +24,12 @@ from mpikv.engine.operation import Completion, Operation
 from mpikv.errors import ShapeMismatch
 from mpikv.observe.recorder import Recorder
 from mpikv.transports.ledger import Ledger
-from mpikv.transports.wire import TAG_REPLY
+from mpikv.transports.wire import TAG_MEETING, TAG_NOTHING, TAG_REPLY
 
 FEW = 8  # requests: looking at so many costs as much as looking at one
 AT_ONCE = 64  # requests that are looked at in one call
 AT_MOST = 512  # requests that one look takes in, where none is done: the others wait for the next
 POLL_AGAIN_S = 50e-6  # some ten times what looking at a hundred requests takes
-HOST_BYTES = 256  # names are at most 255 bytes long (RFC 1035)
 
 
 class MpiRequest:
@@ -44,6 +43,24 @@ class MpiRequest:
 
     def test(self) -> bool:
         return self.request.Test()
+
+
+def has_ended(request: MPI.Request, status: MPI.Status | None = None) -> bool:
+    """Test a request without giving it up where it has failed, of which this says nothing: it is then never done.
+
+    Open MPI 5.0.11 ends the job where a message fails after its request was freed, as MPI_Test frees one of which a
+    death, or a revoked communicator, is known, whatever is still under way of it.
+    """
+    return bool(request.Get_status(status)) and request.Test(status)
+
+
+class KeptRequest(MpiRequest):
+    """One that is not given up where it has failed."""
+
+    __slots__ = ()
+
+    def test(self) -> bool:
+        return self.request == MPI.REQUEST_NULL or has_ended(self.request)
 
 
 INT_LIMIT = 2**31  # counts from here on need MPI 4, which Open MPI 5 is not
@@ -104,13 +121,14 @@ class PolledRequest(Completion):
 class MpiIncoming:
     """A matched message (MPI_Improbe)."""
 
-    def __init__(self, message: MPI.Message, status: MPI.Status) -> None:
-        self._message = message
+    def __init__(self, message: MPI.Message, status: MPI.Status, *, keeps: bool) -> None:
+        self._message, self._keeps = message, keeps
         self.source = status.Get_source()
         self.n_bytes = status.Get_elements(MPI.BYTE)
 
     def receive(self, buf: HostArray) -> Operation:
-        return start(self._message.Irecv, buf)
+        request = start(self._message.Irecv, buf)
+        return KeptRequest(request.request, buf) if self._keeps else request
 
 
 class MpiTransport:
@@ -127,19 +145,21 @@ class MpiTransport:
         self.clock = MACHINE_CLOCK
         self.recorder = Recorder(self.clock)
         self.ledger = Ledger()
-        self._status = MPI.Status()
+        self.status = MPI.Status()
         self._statuses = [MPI.Status() for _ in range(AT_ONCE)]
         self._under_way: list[PolledRequest] = []
         self._requests: list[MPI.Request] = []  # of the same, in the same order
         self._at = 0  # the first of those that are looked at next
-        self.meeting: MPI.Request | None = None  # of the last `allgather_bytes`
+        self.before_engine: list[MpiRequest] = []  # of `allgather_bytes`, which an error may have ended
         self._polled_s = 0.0
+        self.send: Callable[..., MPI.Request] = comm.Isend
+        self._keeps = False  # requests that have failed
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Operation:
         ledger = self.ledger
         ledger.messages += 1
         ledger.by_tag[tag if tag < TAG_REPLY or tag >= ledger.tags_from else TAG_REPLY] += buf.nbytes
-        return self._polled(start(self.comm.Isend, buf, dest, tag), None)
+        return self._polled(start(self.send, buf, dest, tag), None)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Operation:
         expected = (source, tag, buf.nbytes, buf.nbytes - room_bytes)
@@ -157,6 +177,9 @@ class MpiTransport:
         As a rule they are done in the order in which they were started: so the next look begins where one was done.
         """
         self._polled_s = time.monotonic()
+        if self._keeps:
+            self._poll_kept()
+            return
         left = min(len(self._requests), AT_MOST)
         if left <= AT_ONCE:
             self._at = 0
@@ -185,14 +208,45 @@ class MpiTransport:
                 self._requests.pop(self._at + i)
                 self._under_way.pop(self._at + i).finish(error)
 
+    def _poll_kept(self) -> None:
+        """`poll`, of each by itself. Deaths are noticed where messages are looked for."""
+        status, left = self._statuses[0], list[tuple[PolledRequest, MPI.Request]]()
+        for polled, request in zip(self._under_way, self._requests, strict=True):
+            if has_ended(request, status):
+                polled.arrived(status)
+            else:
+                left.append((polled, request))
+        if len(left) < len(self._requests):
+            self._under_way, self._requests = [polled for polled, _ in left], [request for _, request in left]
+
     def poll_again(self) -> None:
         """`poll`, unless much is under way and the last poll was a moment ago."""
         if len(self._requests) <= FEW or time.monotonic() - self._polled_s > POLL_AGAIN_S:
             self.poll()
 
     def probe(self, tag: int) -> MpiIncoming | None:
-        message = self.comm.Improbe(MPI.ANY_SOURCE, tag, self._status)
-        return None if message is None else MpiIncoming(message, self._status)
+        message = self.comm.Improbe(MPI.ANY_SOURCE, tag, self.status)
+        if message is None:
+            return None
+        return MpiIncoming(message, self.status, keeps=self._keeps)
+
+    def keep_requests(self) -> None:
+        """Give up no request before all of its message has gone: ranks may die. See `has_ended`.
+
+        So messages are synchronous: MPI says of short others that they have gone as soon as it has a copy.
+        """
+        self._keeps, self.send = True, self.comm.Issend
+
+    def start(self, call: Callable[..., MPI.Request], buf: HostArray, *arguments: int) -> MpiRequest:
+        """A request that whoever starts it tests by itself."""
+        request = start(call, buf, *arguments)
+        return KeptRequest(request.request, buf) if self._keeps else request
+
+    def look(self) -> bool:
+        """Raise MPI's error where a rank has died, or the communicator was revoked. Returns False: nothing moved."""
+        if self._keeps:
+            self.comm.Iprobe(MPI.ANY_SOURCE, TAG_NOTHING)
+        return False
 
     def close(self) -> None:
         if self.comm != MPI.COMM_NULL:
@@ -208,34 +262,54 @@ def wait_for(request: MPI.Request, timeout_s: float, on_timeout: Callable[[], Ba
     wait_until(request.Test, lambda: False, timeout_s, on_timeout)
 
 
-def open_transport(comm: MPI.Intracomm, timeout_s: float, on_timeout: Callable[[], BaseException]) -> MpiTransport:
-    """A transport over a duplicate of `comm`. Collective over `comm`; waits at most `timeout_s` for the other ranks."""
-    own, request = comm.Idup()
-    wait_for(request, timeout_s, on_timeout)
-    name = np.zeros(HOST_BYTES, np.uint8)
-    text = socket.gethostname().encode()[:HOST_BYTES]
-    name[: len(text)] = np.frombuffer(text, np.uint8)
-    names = np.empty((own.Get_size(), HOST_BYTES), np.uint8)
-    wait_for(own.Iallgather([name, MPI.BYTE], [names, MPI.BYTE]), timeout_s, on_timeout)
-    hosts = tuple(row.tobytes().rstrip(b"\0").decode() for row in names)
-    own.Set_errhandler(MPI.ERRORS_RETURN)
-    return MpiTransport(own, hosts)
+def open_transport(
+    comm: MPI.Intracomm, timeout_s: float, on_timeout: Callable[[], BaseException], *, own: bool = False
+) -> MpiTransport:
+    """A transport over a duplicate of `comm`, or with `own` over itself, where ranks may die.
+
+    Collective over `comm`; waits at most `timeout_s` for the other ranks.
+    """
+    if not own:
+        comm, request = comm.Idup()
+        wait_for(request, timeout_s, on_timeout)
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    transport = MpiTransport(comm, ())
+    if own:
+        transport.keep_requests()
+    names = allgather_bytes(transport, socket.gethostname().encode(), timeout_s, on_timeout)
+    transport.hosts = tuple(name.decode() for name in names)
+    return transport
 
 
 def allgather_bytes(
     transport: MpiTransport, data: bytes, timeout_s: float, on_timeout: Callable[[], BaseException]
 ) -> list[bytes]:
-    """Every rank's bytes, in rank order. Collective."""
-    comm: Any = transport.comm
+    """Every rank's bytes, in rank order. Collective.
 
-    def done(request: MPI.Request) -> None:
-        transport.meeting = request  # and with it its arrays: MPI may write into them after a StallError, too
-        wait_for(request, timeout_s, on_timeout)
+    In each step a rank sends all that it has to one before it, so that it has twice as much after it. Not by MPI's own
+    collectives, which give up messages that are under way where a rank has died: Open MPI ends the job then.
+    Cost: log2(p) messages of a rank. Source: Bruck et al., IEEE Trans. Parallel Distrib. Syst. 8 (1997).
+    """
+    comm, rank, size, begun = transport.comm, transport.rank, transport.size, transport.before_engine
+    known = [data]  # of this rank and those behind it
+    while len(known) < size:
+        step, n = len(known), min(len(known), size - len(known))
+        lengths = np.array([len(one) for one in known[:n]], np.int64)
+        mine = np.frombuffer(lengths.tobytes() + b"".join(known[:n]), np.uint8)
+        sent = transport.start(transport.send, mine, (rank - step) % size, TAG_MEETING)
+        begun.append(sent)
+        found: list[MPI.Message] = []
 
-    sizes = np.empty(transport.size, np.int64)
-    done(comm.Iallgather(np.array([len(data)], np.int64), sizes))
-    gathered = np.empty(int(sizes.sum()), np.uint8)
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    mine = np.frombuffer(data, np.uint8)
-    done(comm.Iallgatherv([mine, MPI.BYTE], [gathered, sizes, offsets[:-1], MPI.BYTE]))
-    return [gathered[offsets[i] : offsets[i + 1]].tobytes() for i in range(transport.size)]
+        def came(source: int = (rank + step) % size, found: list[MPI.Message] = found) -> bool:
+            message = comm.Improbe(source, TAG_MEETING, transport.status)
+            found.extend([] if message is None else [message])
+            return bool(found)
+
+        wait_until(came, transport.look, timeout_s, on_timeout)
+        incoming: HostArray = np.empty(transport.status.Get_elements(MPI.BYTE), np.uint8)
+        begun.append(received := transport.start(found[0].Irecv, incoming))
+        wait_until(lambda: received.test() and sent.test(), transport.look, timeout_s, on_timeout)  # noqa: B023 - at once
+        begun.clear()
+        texts, ends = incoming[8 * n :].tobytes(), np.cumsum([0, *incoming[: 8 * n].view(np.int64)]).tolist()
+        known += [texts[begin:end] for begin, end in pairwise(ends)]
+    return known[size - rank :] + known[: size - rank]

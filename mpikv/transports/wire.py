@@ -32,9 +32,11 @@ from mpikv.errors import MpikvError
 
 VERSION = 10
 
+TAG_MEETING = 0  # before there are stores
 TAG_CONTROL = 1
 TAG_REQUEST = 2
 TAG_STATES = 3
+TAG_NOTHING = 12  # of no message
 TAG_CALLS = 13  # and the next one
 TAG_REPLY = 15
 REPLY_TAGS = 4096  # replies that one client may wait for at a time; MPI guarantees tags up to 32767 only

@@ -32,6 +32,7 @@ SETTINGS = {
     "metrics": ("", "/scratch/metrics", "/scratch/metrics"),
     "snapshot_dir": ("", "/scratch/snapshots", "/scratch/snapshots"),
     "snapshot_s": (30.0, "2.5", 2.5),
+    "on_failure": ("abort", "Continue", "continue"),
     "restart": (0, "2", 2),
 }
 

@@ -30,7 +30,7 @@ from mpikv import data, kv, optimizers
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NAMES = {"np": np, "mpikv": mpikv, "kv": kv, "data": data, "optimizers": optimizers}
 MODULES = ["mpikv", *(f"mpikv.{name}" for name in ("kv", "data", "optimizers", "errors"))]
-MODULES += [f"mpikv.testing.{name}" for name in ("groups", "ranks", "reference", "stores")]
+MODULES += [f"mpikv.testing.{name}" for name in ("continued", "groups", "ranks", "reference", "stores")]
 MODULES += [f"mpikv.{library}" for library in ("torch", "jax") if importlib.util.find_spec(library) is not None]
 
 

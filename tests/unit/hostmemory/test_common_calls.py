@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from interleaving import Interleaving
 from virtual_clock import VirtualClock
 
-from mpikv.common.digests import digest, history_hash
-from mpikv.hostmemory.common_calls import FREE, CommonCalls
+from mpikv.common.digests import MASK, digest, history_hash
+from mpikv.hostmemory.common_calls import FREE, INTENT, CommonCalls
 from mpikv.hostmemory.counters import Counters, row_words
 from mpikv.hostmemory.polling import Polling
 from mpikv.hostmemory.segment import private_memory
@@ -211,3 +211,21 @@ def test_a_push_of_this_rank_meanwhile_ends_the_wait_at_once(who):
     together = CommonCalls(counters, step=push, clock=VirtualClock(), waited=waits.append)
     assert not together.begin(digest("call"))
     assert len(waits) == 1
+
+
+@pytest.mark.parametrize(("who", "decides"), [(0, False), (1, False), (1, True)])
+def test_a_death_meanwhile_ends_the_wait_at_once(who, decides):
+    """No time passes. decides: the first rank has died when it was about to decide."""
+    counters = Counters(private_memory(2)[who], 0, FREE, polling=Polling(range(3), range(3), lambda: None))
+    failures: list[bool] = []
+
+    def step() -> bool:
+        failures.append(True)
+        return True
+
+    call, limit_s = digest("call"), 0.0 if decides else 1.0
+    together = CommonCalls(counters, step=step, clock=VirtualClock(), wait_s=limit_s, failed=lambda: bool(failures))
+    if decides:
+        counters.words[counters.rows[0] + INTENT] = call & MASK
+    assert not together.begin(call)
+    assert len(failures) == 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from mpikv.engine.backoff import wait_until
-from mpikv.transports.faulty import Faults, FaultyFabric
+from mpikv.transports.faulty import Death, Deaths, Faults, FaultyFabric, PeerGone
 
 
 def one(value):
@@ -36,3 +37,45 @@ def test_those_of_different_senders_overtake_each_other_as_the_seed_says():
     for order in found:
         for sender in (0, 1):
             assert [i for source, i in order if source == sender] == [0, 1, 2]
+
+
+def looks_until(ends, transport) -> int:
+    """How many looks a rank makes until what `ends` does raises PeerGone."""
+    for n in range(100):
+        try:
+            ends()
+        except PeerGone:
+            return n
+        transport.poll()
+    raise AssertionError("nothing has ended")
+
+
+def test_a_dead_rank_does_nothing_more_and_the_others_learn_of_it_some_looks_later():
+    deaths = Deaths({1: 3})
+    fabric = FaultyFabric(3, lambda rank: Faults(seed=rank, most_looks=20), deaths=deaths)
+    first, dead, last = map(fabric.rank, range(3))
+    dead.isend(one(5), 0, 7)
+    came, waits = first.irecv(value := one(0), 1, 7), first.irecv(one(0), 1, 7)
+    wait_until(came.test, lambda: False, 20, lambda: TimeoutError("what was sent before did not come"))
+    assert value[0] == 5
+    dead.poll()
+    with pytest.raises(Death):
+        dead.isend(one(6), 0, 7)
+    assert deaths.dead == {1}
+    for call in (lambda: dead.probe(7), lambda: dead.irecv(one(0), 0, 7), lambda: dead.isend(one(0), 0, 7)):
+        with pytest.raises(Death):
+            call()
+    learnt = [looks_until(waits.test, first), looks_until(lambda: last.probe(7), last)]
+    assert learnt[0] != learnt[1]
+    with pytest.raises(PeerGone):
+        first.isend(one(0), 1, 7)
+
+
+def test_what_is_under_way_between_the_living_ends_when_the_fabric_is_given_up():
+    fabric = FaultyFabric(3, lambda rank: Faults(seed=rank), deaths=Deaths({1: 1}), ranks=(0, 2, 5))
+    assert fabric.ended() == frozenset()
+    first, last = fabric.rank(0), fabric.rank(2)
+    waits, long = first.irecv(one(0), 2, 7), last.isend(np.zeros(10_000), 0, 8)
+    fabric.give_up()
+    assert looks_until(waits.test, first) < 10
+    assert looks_until(long.test, last) < 10

@@ -1,0 +1,374 @@
+"""The session of a store whose workers go on without those that die (MPIKV_ON_FAILURE=continue).
+
+It stands before the session of a *generation*, `Workers`, which is given up when a rank dies. Then the survivors come
+together, make another one, give each other what some of them lack (placement/recovery.py), and make again what was
+under way. All that happens within a call of the program's: a survivor that computes meanwhile is waited for.
+
+A call that all workers make, such as `barrier` or `save_optimizer_states`, has two parts here. First all make it, and
+each keeps its result; then all agree that they have one. Whoever has seen this agreed knows that all others have a
+result, too, also where a death keeps them from learning it. So either all end the call with what they have, or all make
+it again.
+
+Cost: of a call without keys one agreement more; of a push nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from mpikv.config import Config
+from mpikv.engine.operation import Operation
+from mpikv.errors import PeerError, StallError
+from mpikv.observe.activity import Activity
+from mpikv.observe.program import WorkerStatus
+from mpikv.observe.recorder import Recorder
+from mpikv.optimizers.base import Optimizer
+from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.labels import AttributeLog
+from mpikv.placement.members import Members
+from mpikv.session.base import Pending, Session, Updater
+from mpikv.session.waits import Waits
+from mpikv.session.workers import Workers
+
+T = TypeVar("T")
+END, RECOVERY = "the end of a call", "recovery"  # topics: all have the result of a call; what survivors tell each other
+
+
+class Generation(NamedTuple):
+    """The ranks from one death to the next: what a store of theirs has. number: how often survivors have come together.
+
+    strategy: a `Strategy`. calls: a `WorkersGroup`.
+    """
+
+    number: int
+    session: Workers
+    strategy: Any
+    calls: Any
+
+
+class Survivors(Protocol):
+    """How the ranks that are left find each other: those of MPI (create/survivors.py), or threads in tests."""
+
+    def is_death(self, error: BaseException) -> bool:
+        """Whether an error comes from the end of a rank of the present generation. Local."""
+
+    def regroup(self) -> Generation:
+        """Begin the next generation, with the ranks that are left. Collective over them, blocks.
+
+        Raises AllClosedError, and what `is_death` knows where another rank dies meanwhile.
+        """
+
+    def closed(self) -> None:
+        """Tell the others that this worker has seen all agree to close the store. Local."""
+
+
+class AllClosedError(Exception):
+    """Another worker has seen all agree to close the store: so they have, and this one has only not learned of it."""
+
+
+class Continuing(Protocol):
+    """What the strategy does when a rank has died."""
+
+    def settle(self) -> None:
+        """Take what has come whole from the generation that ends. Local."""
+
+    def report(self) -> dict[str, Any]:
+        """What this worker has, as JSON. Local."""
+
+    def catch_up(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Begin in the present generation, with what all survivors have reported. Collective, blocks."""
+
+
+class UnderWay(Operation, Protocol):
+    """A transfer of a store that goes on."""
+
+    def pending(self) -> Pending | None:
+        """What it waits for in the present generation; None: it is done. Raises its error."""
+
+
+class ContinuedSession(Session):
+    continues = True
+
+    def __init__(self, name: str, config: Config, survivors: Survivors) -> None:
+        self._survivors = survivors
+        try:
+            self.now = self._regrouped()
+        except AllClosedError:
+            raise SystemExit(0) from None  # of a server, which comes here again and again: its work is done
+        super().__init__(name, config, self.now.session.spaces)
+        self.compressions = self.now.session.compressions
+        self.log = self.now.session.log
+        self.keeper: Continuing
+        self.number = self.now.session.rank  # this worker's, also when others have gone
+        self.numbers: Sequence[int] = [*range(self.now.session.num_workers)]  # of all that are here
+        self.tells: dict[str, Callable[[], Any]] = {}  # what else each worker tells the others after a death, as JSON
+        self.told: list[dict[str, Any]] = []  # by all of them
+        self._ended: dict[str, int] = {}  # by topic, how many calls have ended here
+        self._ended_by_all: dict[str, int] = {}  # and on one survivor at least, when they last came together
+        self._inside = threading.local()  # a call of all workers
+        self._recovering = threading.RLock()
+        self._asks: Callable[[], str | None] | None = None
+
+    # --- what it is now
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self.now.number
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self.now.session.rank
+
+    @property
+    def num_workers(self) -> int:  # type: ignore[override]
+        return self.now.session.num_workers
+
+    @property
+    def hosts(self) -> Sequence[str]:  # type: ignore[override]
+        return self.now.session.hosts
+
+    @property
+    def pid(self) -> int:  # type: ignore[override]
+        return self.now.session.pid
+
+    @property
+    def activity(self) -> Activity | None:  # type: ignore[override]
+        return self.now.session.activity
+
+    @property
+    def members(self) -> Members:
+        return self.now.session.members
+
+    @property
+    def waits(self) -> Waits:
+        return self.now.session.waits
+
+    @property
+    def rounds(self) -> int:
+        return self.now.session.rounds
+
+    @property
+    def recorder(self) -> Recorder:
+        return self.now.session.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder) -> None: ...
+
+    @property
+    def attributes(self) -> AttributeLog:
+        return self.now.session.attributes
+
+    @attributes.setter
+    def attributes(self, attributes: AttributeLog) -> None: ...
+
+    def lookup(self, key: Key) -> KeyInfo | None:
+        self.now.session.lookup(key)  # which raises what became of an `init` that had returned early
+        return self.infos.get(key)
+
+    def slot_of(self, info: KeyInfo) -> int:
+        """That of the present generation, in which slots have the numbers that they have had before."""
+        there = self.now.session.infos.get(info.key)
+        return super().slot_of(info) if there is None else self.now.session.slot_of(there)
+
+    def stats(self) -> dict[str, Any]:
+        return {**self.now.session.stats(), "generation": self.generation}
+
+    def by_key(self) -> dict[Key | None, int]:
+        return self.now.session.by_key()
+
+    def workers(self) -> list[WorkerStatus]:
+        return self.now.session.workers()
+
+    def serve_in(self, slot: int, optimizer: Optimizer | None, infos: Sequence[KeyInfo]) -> None:
+        """Note which optimizer serves which keys, in the slot that all workers have agreed on. Local."""
+        if optimizer is not None:
+            self._optimizers[slot] = optimizer
+        self._slots.update({info.id: slot for info in infos})
+
+    def set_updater(self, updater: Updater) -> None:
+        self.now.session.set_updater(updater)
+
+    # --- deaths
+
+    def again(self, attempt: Callable[[], T]) -> T:
+        """Make an attempt, and after each death that ends it another one, with the ranks that are left then.
+
+        Within a call of all workers it is a part of that, all of which is made again.
+        """
+        while not self._is_inside:
+            number = self.now.number
+            try:
+                return attempt()
+            except Exception as error:
+                if self.now.number == number and not self._survivors.is_death(error):
+                    raise
+            self._recover(number)
+        return attempt()
+
+    @property
+    def _is_inside(self) -> bool:
+        return getattr(self._inside, "a_call", False)
+
+    def _regrouped(self) -> Generation:
+        while True:
+            try:
+                return self._survivors.regroup()
+            except Exception as error:
+                if not self._survivors.is_death(error):
+                    raise
+
+    def _recover(self, number: int) -> None:
+        """Go on from generation `number` to the next, unless another thread has done so. Collective, blocks."""
+        with self._recovering:
+            if self.now.number != number:
+                return
+            self.keeper.settle()
+            before = self.now.session
+            while True:
+                self.now.session.abandon()
+                self.now = self._regrouped()
+                try:
+                    self._begin(before)
+                    break
+                except Exception as error:
+                    if not self._survivors.is_death(error):
+                        raise
+        for call in self.on_change:
+            call()
+
+    def _begin(self, before: Workers) -> None:
+        """Bring the generation that has begun to where the last one was."""
+        session = self.now.session
+        session.compressions = self.compressions
+        session.stopping.count_on(before.stopping)
+        if self._asks is not None:
+            session.listen_for(self._asks)
+        told = {name: tell() for name, tell in self.tells.items()}
+        known = {"number": self.number, "ended": self._ended, "stop": before.stopping.told(), "told": told}
+        reports = self.everywhere({**self.keeper.report(), **known})
+        self.numbers, self.told = [one["number"] for one in reports], [one["told"] for one in reports]
+        self._ended_by_all = {}
+        for ended in (report["ended"] for report in reports):
+            self._ended_by_all |= {topic: max(n, self._ended_by_all.get(topic, 0)) for topic, n in ended.items()}
+        session.stopping.go_on([report["stop"] for report in reports])
+        self.keeper.catch_up(reports)
+
+    def everywhere(self, mine: Any) -> list[Any]:
+        """What every survivor brings (JSON), by its present number. Collective, blocks."""
+        gathered = self.now.session.gather(RECOVERY, json.dumps(mine).encode())
+        found: list[Any] = self.now.session.decide(RECOVERY, lambda: [json.loads(one) for one in gathered])
+        return found
+
+    # --- calls of all workers
+
+    def whole(self, topic: str, attempt: Callable[[], T]) -> T:
+        """Make a call that all workers make, and end it on all of them, or make it again on all. Collective, blocks.
+
+        Calls within it are parts of it.
+        """
+        if self._is_inside:
+            return attempt()
+        number, result = self._ended.get(topic, 0) + 1, list[Callable[[], T]]()
+
+        def both() -> None:
+            if self._ended_by_all.get(topic, 0) < number:
+                self._inside.a_call = True
+                try:
+                    result[:] = [self._result_of(attempt)]
+                    self.now.session.agree(END, None, topic)
+                finally:
+                    self._inside.a_call = False
+
+        self.again(both)
+        self._ended[topic] = number
+        return result[0]()
+
+    def _result_of(self, attempt: Callable[[], T]) -> Callable[[], T]:
+        """Gives what an attempt has returned, or raises what it has raised on all workers."""
+        try:
+            found = attempt()
+        except (PeerError, StallError):
+            raise
+        except Exception as error:
+            if self._survivors.is_death(error):
+                raise
+            failed = error
+
+            def fail() -> T:
+                raise failed
+
+            return fail
+        return lambda: found
+
+    def decide(self, call: str, attempt: Callable[[], Any]) -> Any:
+        self.check_open(call)
+        return self.whole(call, lambda: self.now.session.decide(call, attempt))
+
+    def gather(self, call: str, data: bytes) -> list[bytes]:
+        return self.whole(call, lambda: self.now.session.gather(call, data))
+
+    def scatter(self, call: str, parts: Sequence[bytes] | None) -> bytes:
+        return self.whole(call, lambda: self.now.session.scatter(call, parts))
+
+    def swap(self, call: str, data: bytes, dests: Sequence[int]) -> dict[int, bytes]:
+        return self.whole(call, lambda: self.now.session.swap(call, data, dests))
+
+    def agree(self, topic: str, payload: Any, call: str, *, patient: bool = False) -> Any:
+        return self.whole(topic, lambda: self.now.session.agree(topic, payload, call, patient=patient))
+
+    def barrier(self) -> None:
+        self.whole("barrier", lambda: self.now.session.barrier())  # noqa: PLW0108 - each time that of now
+
+    def agree_on_factor(self, key: Key) -> None:
+        self.whole("factor", lambda: self.now.session.agree_on_factor(key))
+
+    # --- waiting
+
+    def wait(self, pending: Pending, timeout_s: float | None = None, further: Sequence[Pending] = ()) -> None:
+        request: UnderWay = pending.request  # type: ignore[assignment]
+
+        def attempt() -> None:
+            while (under_way := request.pending()) is not None:
+                self.now.session.wait(under_way, timeout_s)
+
+        self.again(attempt)
+
+    def progress(self) -> None:
+        self.now.session.progress()
+
+    # --- stopping together
+
+    def stop_requested(self) -> bool:
+        self.stopped = self.again(lambda: self.now.session.stop_requested())  # noqa: PLW0108 - each time that of now
+        return self.stopped
+
+    def request_stop(self, why: str) -> None:
+        try:
+            self.now.session.request_stop(why)
+        except Exception as error:
+            if not self._survivors.is_death(error):
+                raise  # else the wish is noted, and the survivors tell it each other in their next call
+
+    def listen_for(self, asked: Callable[[], str | None]) -> None:
+        self._asks = asked
+        self.now.session.listen_for(asked)
+
+    # --- the end
+
+    def end(self) -> None:
+        """Close the session of the present generation. Collective, blocks."""
+        try:
+            self.again(lambda: self.now.strategy.close())  # noqa: PLW0108 - each time that of now
+        except AllClosedError:
+            self.now.session.abandon()
+        self._survivors.closed()
+
+    def not_given(self) -> Iterator[BaseException]:
+        return self.now.session.not_given()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.now.session.abandon()

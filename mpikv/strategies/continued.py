@@ -1,0 +1,466 @@
+"""The strategy of a store whose workers go on without those that die: each has all values and all optimizer states.
+
+A push is added over the workers by the strategy of the present generation, whatever its exchange, which has no
+optimizer: its owners and servers hold nothing that a round does not bring. Every worker gets the sum, and updates its
+own value with it, with the same bits everywhere. So any survivor has what is needed, and a death costs the round that
+is under way: each worker keeps what it has brought to a round until it has the sum, and brings it again.
+
+A worker makes one round of a key after the other: a second push of a key waits for the round before it.
+
+Cost: values, states and their updates once on each worker, as in data-parallel training without owners; a copy of what
+is pushed; no message more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+
+from mpikv.arrays.as_numpy import HostArray, dtype_of, sum_dtype
+from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.row_ids import Ids
+from mpikv.arrays.row_sparse import RowSparse
+from mpikv.common.checks import shown
+from mpikv.errors import ConfigError, MpikvError, ShapeMismatch, UnsupportedError
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers import archive
+from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.owner import AS_SET, KEPT_ATTRIBUTES, Owner
+from mpikv.optimizers.states import StateRecord, on_host
+from mpikv.optimizers.states_file import KIND, InMemory, load_states, packed
+from mpikv.optimizers.step import State
+from mpikv.placement.keys import Key, KeyInfo
+from mpikv.placement.labels import FACTOR, AttributeLog
+from mpikv.placement.recovery import EARLY, Report, Rounds, givers
+from mpikv.session.base import NewKey, Pending
+from mpikv.session.continued import RECOVERY, ContinuedSession
+from mpikv.spaces.base import SpaceArray
+from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, wait_for_all
+from mpikv.strategies.local import LocalStrategy
+from mpikv.strategies.states import LOAD
+
+KIND_OF_VALUES = "mpikv values of survivors"
+SET = "set_optimizer"
+
+
+def pickled_copy(optimizer: Optimizer) -> Optimizer:
+    """A copy, as an owner in another process would get it. Raises ConfigError where that is not possible."""
+    try:
+        return cloudpickle.loads(cloudpickle.dumps(optimizer))  # type: ignore[no-any-return]
+    except Exception as error:
+        raise ConfigError(f"set_optimizer: {type(optimizer).__name__} cannot be pickled: {error}") from error
+
+
+class KeptRound:
+    """A round that this worker has opened: what it brings to it, and where the sum comes.
+
+    attributes: of the key's optimizer, when it was pushed. weights: see `Strategy`. sinks: where its value goes.
+    """
+
+    def __init__(
+        self,
+        info: KeyInfo,
+        total: SpaceArray,
+        op: Reduction,
+        attributes: Mapping[str, Any] | None,
+        weights: Sequence[float] | None,
+    ) -> None:
+        self.info, self.total, self.op, self.attributes, self.weights = info, total, op, attributes, weights
+        self.sum: SpaceArray
+        self.transfer: Pending | None = None  # in the present generation; None: it has none yet, or the caller waits
+        self.sinks: list[Sink] = []
+        self.done = False
+
+
+class Pull:
+    """The value of a key after a round, or as it is. A transfer, see `UnderWay`."""
+
+    def __init__(self, strategy: ContinuedStrategy, round_: KeptRound | None) -> None:
+        self._strategy, self._round = strategy, round_
+
+    def pending(self) -> Pending | None:
+        return None if self._round is None else self._strategy.under_way(self._round)
+
+    def test(self) -> bool:
+        return self._strategy.again(self.pending) is None
+
+
+class ContinuedCall(PreparedCall):
+    """waits: the caller waits right after `start`, which does so itself."""
+
+    def __init__(self, strategy: ContinuedStrategy, entries: Sequence[Entry], op: Reduction, *, waits: bool) -> None:
+        self._strategy, self._entries, self._op, self._waits = strategy, entries, op, waits
+
+    def start(self, priority: int = 0) -> list[Pending]:
+        return self._strategy.start(self._entries, self._op, priority, waits=self._waits)
+
+    def wait(self, pending: Sequence[Pending]) -> None:
+        wait_for_all(self._strategy.session, pending)
+
+    def release(self) -> None:
+        self.valid, self._entries = False, ()
+
+
+class Served(NamedTuple):
+    """An optimizer that all workers have set. as_set: as it was then. keys: None for all that have no other.
+
+    applied: by the store; else by the workers themselves.
+    """
+
+    optimizer: Optimizer
+    as_set: Optimizer
+    keys: Sequence[Key] | None
+    applied: bool
+
+
+class NoRows:
+    """Stands for the row-sparse keys, of which there are none."""
+
+    def push(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
+        raise AssertionError
+
+    def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> Any:
+        raise AssertionError
+
+    def changed(self, info: KeyInfo, priority: int) -> Any:
+        raise AssertionError
+
+
+class ContinuedStrategy(LocalStrategy):
+    """A local strategy, whose pushes are sums over the workers."""
+
+    def __init__(self, session: ContinuedSession) -> None:
+        super().__init__(session)
+        self.session = session
+        self.again = session.again
+        self._owner = Owner(session.spaces)
+        self._rounds: dict[Key, Rounds] = {}
+        self._open: dict[Key, KeptRound] = {}
+        self._contributors: dict[Key, Sequence[int]] = {}  # of the last round that is complete
+        self._known: dict[Key, KeyInfo] = {}  # to any survivor; `session.infos` has what this program has initialised
+        self._early: dict[Key, NewKey] = {}  # of which `init` has returned before all had come, so without a value
+        self._served: list[Served] = []
+        self._numbers: dict[tuple[int, str], int] = {}  # of attributes, by slot and text
+        self._next_number = itertools.count(1)
+        self._before = session.attributes  # the log of the generation that has ended
+        self._lock = threading.RLock()
+        session.keeper = self
+
+    # --- keys
+
+    def init(self, values: Sequence[NewKey]) -> None:
+        if any(isinstance(new.value, RowSparse) for new in values):
+            raise UnsupportedError(
+                "init: row-sparse keys are at their owners alone, of which none may be lost: not with MPIKV_ON_FAILURE"
+            )
+        error = self.again(lambda: self._init([new for new in values if new.key not in self._known]))
+        for new in values:
+            info = self._known.get(new.key)
+            if info is not None and (info.shape, info.dtype, info.space) != (new.shape, new.value.dtype, new.space):
+                error = ShapeMismatch(
+                    f"init of key {shown(new.key)}: {new.value.dtype} {new.shape} here, and {info.dtype} {info.shape} "
+                    "on the other workers"
+                )
+            elif info is not None:
+                self._infos[new.key] = info
+        if error is not None:
+            raise error
+
+    def _init(self, values: Sequence[NewKey]) -> Exception | None:
+        """Agree on keys, and take worker 0's values. Returns the error where workers brought different ones."""
+        now, error = self.session.now, None
+        if not values:
+            return None
+        try:
+            now.strategy.init(values)
+        except MpikvError as raised:
+            error = raised
+        here = [new for new in values if new.key in now.session.infos]
+        early = {new.key for new in here if now.session.is_released(now.session.infos[new.key])}
+        self._fetch([new for new in here if new.key not in early])
+        for new in here:
+            if new.key in early:
+                self._add(new)
+        return error
+
+    def _add(self, new: NewKey) -> None:
+        info = KeyInfo(new.key, len(self._known), new.shape, new.value.dtype, space=new.space)
+        self._known[new.key], self._rounds[new.key], self._early[new.key] = info, Rounds(), new
+
+    def _fetch(self, keys: Sequence[NewKey]) -> None:
+        """Take worker 0's values of keys that have none here yet. Blocks until it has come to their `init`."""
+        if not keys:
+            return
+        now, spaces = self.session.now, self.session.spaces
+        infos = [now.session.infos[new.key] for new in keys]
+        buffers = [spaces.of(info).empty(info.n_elems, info.dtype) for info in infos]
+        sinks = [Sink(info, [buffer], spaces) for info, buffer in zip(infos, buffers, strict=True)]
+        call = now.strategy.prepare([Entry(info, None, sink) for info, sink in zip(infos, sinks, strict=True)])
+        call.wait(call.start())
+        for new, buffer in zip(keys, buffers, strict=True):
+            if new.key not in self._known:
+                self._add(new)
+            self._has_value(new.key, buffer)
+
+    def _has_value(self, key: Key, value: SpaceArray) -> None:
+        del self._early[key]
+        self._stored[self._known[key].id] = value
+
+    # --- rounds
+
+    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
+        return ContinuedCall(self, entries, op, waits=waits)
+
+    def start(self, entries: Sequence[Entry], op: Reduction, priority: int, *, waits: bool) -> list[Pending]:
+        """Push and pull. Blocks while an earlier push of one of the keys is under way, and with `waits` to the end; and
+        where a key has no value yet, as its `init` has returned early.
+        """
+        if self._early:
+            keys = [entry.info.key for entry in entries]
+            self.again(lambda: self._fetch([self._early[key] for key in keys if key in self._early]))
+        for entry in entries:
+            if entry.total is not None and (before := self._open.get(entry.info.key)) is not None:
+                self.session.wait(Pending(Pull(self, before), Waiting("push", entry.info.key)))
+        opened = [self._opened(entry, op) for entry in entries if entry.total is not None]
+        self.again(
+            lambda: self._send([one for one in opened if not one.done and one.transfer is None], priority, waits=waits)
+        )
+        pending = []
+        for info, _, sink, _ in entries:
+            if sink is not None:
+                pending.append(self._pull(info, sink))
+        return pending
+
+    def _pull(self, info: KeyInfo, sink: Sink) -> Pending:
+        with self._lock:
+            round_ = self._open.get(info.key)
+            if round_ is None:
+                self.pull(info, sink)
+            else:
+                round_.sinks.append(sink)
+        return Pending(Pull(self, round_), Waiting("pull", info.key))
+
+    def _opened(self, entry: Entry, op: Reduction) -> KeptRound:
+        info, total = entry.info, entry.total
+        assert total is not None
+        slot = self.session.slot_of(info)
+        served = self.session.attributes.slots.get(slot)
+        attributes = None if served is None else served.optimizer.attributes()
+        round_ = KeptRound(info, total, op, attributes, self.weights)
+        with self._lock:
+            self._rounds[info.key].begin()
+            self._open[info.key] = round_
+        return round_
+
+    def _send(self, rounds: Sequence[KeptRound], priority: int = 0, *, waits: bool = False) -> None:
+        """Let the present generation add what is brought to these rounds, all under what is set now."""
+        if not rounds:
+            return
+        now, entries = self.session.now, []
+        for one in rounds:
+            one.sum = self.session.spaces.of(one.info).empty(one.total.size, one.total.dtype)
+            entries.append(Entry(now.session.infos[one.info.key], one.total, None, (one.sum,)))
+        call = now.strategy.prepare(entries, rounds[0].op, waits=waits)
+        pending = call.start(priority)
+        if waits or not pending:
+            call.wait(pending)
+            for one in rounds:
+                self._complete(one)
+            return
+        for one, transfer in zip(rounds, pending, strict=True):
+            one.transfer = transfer
+
+    def under_way(self, round_: KeptRound) -> Pending | None:
+        """What a round waits for; None: it is done. Raises its error."""
+        with self._lock:
+            if round_.done:
+                return None
+            assert round_.transfer is not None
+            if not round_.transfer.request.test():
+                return round_.transfer
+            self._complete(round_)
+            return None
+
+    def _complete(self, round_: KeptRound) -> None:
+        """Update the value with the sum, which has come."""
+        with self._lock:
+            if round_.done:
+                return
+            info = round_.info
+            self._contributors[info.key] = self.session.numbers
+            total = self.session.spaces.of(info).cast(round_.sum, sum_dtype(info.dtype))
+            self._owner.apply(info, self._stored[info.id], total, self._number(round_))
+            self._rounds[info.key].complete()
+            self._end(round_)
+
+    def _finish(self, call: str) -> None:
+        """Wait until the rounds that this worker has opened are done. Blocks."""
+        for round_ in tuple(self._open.values()):
+            self.session.wait(Pending(Pull(self, round_), Waiting(call, round_.info.key)))
+
+    def _end(self, round_: KeptRound) -> None:
+        round_.done = True
+        del self._open[round_.info.key]
+        for sink in round_.sinks:
+            self.pull(round_.info, sink)
+
+    def _number(self, round_: KeptRound) -> tuple[int, int]:
+        """By which the owner knows the attributes that a round was pushed under, with the factor that all agreed on."""
+        slot = self._owner.slot_of(round_.info.id)
+        if round_.attributes is None or self._owner.optimizer_of(round_.info.id) is None:
+            return AS_SET
+        factor = self.session.attributes.slots[slot].agreed
+        if round_.weights is not None:
+            factor /= sum(round_.weights[worker] for worker in self.session.numbers)
+        attributes = {**round_.attributes, FACTOR: factor}
+        text = json.dumps(attributes, sort_keys=True)
+        number = self._numbers.get((slot, text))
+        if number is None:
+            if len(self._numbers) >= KEPT_ATTRIBUTES:
+                self._numbers.clear()
+            number = self._numbers[slot, text] = next(self._next_number)
+            self._owner.add_attributes(slot, AS_SET[0], number, attributes)
+        return AS_SET[0], number
+
+    def contributors(self, key: Key) -> Sequence[int]:
+        return self._contributors.get(key, self.session.numbers)
+
+    # --- optimizers
+
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
+        self._serve(optimizer, keys, applied=True)
+
+    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key] | None, *, scales: bool = False) -> int:
+        return self._serve(optimizer, keys, applied=False)
+
+    def _serve(self, optimizer: Optimizer, keys: Sequence[Key] | None, *, applied: bool) -> int:
+        self._finish(SET)
+        served = Served(optimizer, pickled_copy(optimizer), keys, applied)
+        self._served.append(served)
+        try:
+            slot = self.session.whole(SET, lambda: self._agree_on(served))
+        except BaseException:
+            self._served.remove(served)
+            raise
+        infos = [self._known[key] for key in keys or ()]
+        kept = pickled_copy(optimizer) if applied else optimizer.attributes()
+        self._owner.set_optimizer(slot, kept, [info.id for info in infos])
+        self.session.serve_in(slot, optimizer if applied else None, infos)
+        return slot
+
+    def _agree_on(self, served: Served, before: AttributeLog | None = None) -> int:
+        """Let this generation compare under what its workers push. before: the log of the generation before."""
+        now = self.session.now
+        slot: int = now.strategy.compare_updates(served.as_set, served.keys, scales=served.applied)
+        now.session.attributes.take_over(slot, served.optimizer, before)
+        return slot
+
+    # --- deaths
+
+    def settle(self) -> None:
+        for round_ in tuple(self._open.values()):
+            with contextlib.suppress(Exception):  # it has not come, and is made again
+                if round_.transfer is not None:
+                    self.under_way(round_)
+        self._before = self.session.attributes
+
+    def report(self) -> dict[str, Any]:
+        described = [(info.key, list(info.shape), str(info.dtype), info.space) for info in self._known.values()]
+        return {"keys": [[*one, EARLY if one[0] in self._early else self._rounds[one[0]].done] for one in described]}
+
+    def catch_up(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        now, spaces = self.session.now, self.session.spaces
+        keys = {key: rest for report in reports for key, *rest in report["keys"]}
+        new = []
+        for key, (shape, dtype, space, _) in keys.items():
+            value = spaces.by_name(space).zeros(math.prod(shape), dtype_of(dtype))
+            new.append(NewKey(key, tuple(shape), value, space))
+        if new:
+            now.strategy.init(new)  # in the same order everywhere
+        for served in self._served[: max(report["ended"].get(SET, 0) for report in reports)]:
+            self._agree_on(served, self._before)
+        giving = givers([Report({key: done for key, *_, done in report["keys"]}) for report in reports])
+        if giving:
+            self._give(
+                {new.key: new for new in new}, [key for key, worker in giving.items() if worker == now.session.rank]
+            )
+        for round_ in tuple(self._open.values()):
+            with self.session.attributes.pushed_under(self.session.slot_of(round_.info), round_.attributes):
+                self._send([round_])
+
+    def _give(self, keys: Mapping[Key, NewKey], mine: Sequence[Key]) -> None:
+        """Give the others the values and states of these keys, and take those that this worker lacks. Collective."""
+        session, spaces = self.session.now.session, self.session.spaces
+        given = []
+        for info in (self._known[key] for key in mine):
+            state = self._owner.states.get(info.id)
+            early = self._early.get(info.key)
+            value = spaces.of(info).to_host(self._stored[info.id] if early is None else early.value)
+            of_key = [info.key, self._rounds[info.key].done, [*self.contributors(info.key)]]
+            given.append([*of_key, value, None if state is None else on_host(state)])
+        gathered = session.gather(RECOVERY, archive.to_bytes(KIND_OF_VALUES, {"given": given}))
+        shares = [np.frombuffer(one, np.uint8) for one in gathered]
+        everything = archive.to_bytes(KIND_OF_VALUES, {"shares": shares}) if session.rank == 0 else b""
+        everything = session.scatter(RECOVERY, [everything] * session.num_workers)
+        for share in archive.from_bytes(everything, KIND_OF_VALUES, RECOVERY)["shares"]:
+            found = archive.from_bytes(share.tobytes(), KIND_OF_VALUES, RECOVERY)
+            for key, done, contributors, value, state in found["given"]:
+                if key not in self._known:
+                    self._add(keys[key])
+                if key in self._early or self._rounds[key].done < done:
+                    self._contributors[key] = contributors
+                    self._take(self._known[key], done, value, state)
+
+    def _take(self, info: KeyInfo, done: int, value: HostArray, state: State | None) -> None:
+        """Take the value of a round from another survivor, which has completed it."""
+        with self._lock:
+            space = self.session.spaces.of(info)
+            if info.key in self._early:
+                self._has_value(info.key, space.empty(info.n_elems, info.dtype))
+            space.copy(self._stored[info.id], space.from_host(value))
+            if state is None:
+                self._owner.states.pop(info.id, None)
+            else:
+                self._owner.set_state(info, state)
+            if self._rounds[info.key].catch_up(done):
+                self._end(self._open[info.key])
+
+    # --- states
+
+    def own_states(self, call: str, *, alone: bool = False) -> list[StateRecord]:
+        """All of them, of worker 0."""
+        self._finish(call)
+        return [] if self.session.rank else super().own_states(call)
+
+    def load_states(self, read: Read) -> Loaded:
+        self._finish(LOAD)
+        found: list[bytes] = []
+
+        def give() -> None:
+            file = read()
+            content = packed([*file.entries.values(), *file.codecs], file.meta)
+            found.append(archive.to_bytes(KIND, content))
+
+        self.session.decide(LOAD, give)
+        data = self.session.scatter(LOAD, found * self.session.num_workers)
+        file = load_states(InMemory(LOAD, archive.from_bytes(data, KIND, LOAD)))
+        return super().load_states(lambda: file)
+
+    # --- the rest
+
+    def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
+        return self.session.now.strategy.ask_servers(request, number)  # type: ignore[no-any-return]
+
+    def stats(self) -> dict[str, Any]:
+        return self.session.now.strategy.stats()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self.session.end()

