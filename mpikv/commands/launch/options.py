@@ -19,11 +19,13 @@ LAUNCH_EXAMPLES = """examples:
   mpikv launch -n 8 -H hosts --launcher ssh python train.py
   mpikv launch -n 4 -s 0 --env OMP_NUM_THREADS=2 --timeout 3600 --output-dir logs python train.py
   mpikv launch -n 4 -s 0 --restarts 3 python train.py  goes on from a state of seconds ago where a rank dies
+  mpikv launch -n 4 -s 0 --on-failure continue python train.py   the others go on without it
   mpikv launch -n 4 --dry-run python train.py          a line of mpirun that starts the same
   mpikv launch -n 2 "python train.py --lr 0.1"         a command in quotes, as in MXNet's tutorial
 
 exit status: the first failing rank's (128 + N for signal N); 124 after --timeout, 130 after Ctrl-C, 2 for wrong
-options, 127 for a command that does not exist; never 0 where a rank failed, was killed, or never reported its end."""
+options, 127 for a command that does not exist; never 0 where a rank failed, was killed, or never reported its end,
+unless the others went on without it."""
 SUBMIT_EXAMPLES = """examples:
   mpikv submit slurm -n 4 -s 2 --time 1:00:00 -- python train.py
   mpikv submit slurm -n 16 --queue gpu --option "--nodes=4" --option "--account=x" --wait -- python train.py
@@ -92,6 +94,8 @@ def add_launch(commands: Any) -> None:
     )
     add("--min-workers", metavar="N", type=at_least(1, MOST_RANKS), default=1,
         help="with --restarts: go on with so many, where hosts are lost and slots are too few (default 1)")  # fmt: skip
+    add("--on-failure", choices=("abort", "continue"), help="when a rank dies, the others end with it, or go on "
+        "without it, under Open MPI alone (default: MPIKV_ON_FAILURE, or abort)")  # fmt: skip
     add("--grace", metavar="SECONDS", type=seconds, help="from SIGTERM to SIGKILL when the job is ended (default 4; "
         "MPIKV_TIMEOUT_S where workers save their state at SIGTERM, see MPIKV_STOP_SIGNALS)")  # fmt: skip
     add("--output-dir", metavar="DIR", help="also write each rank's output to DIR/worker-0.log, ...")

@@ -33,7 +33,7 @@ from mpikv.commands.launch.processes import JOB, die_with_parent, woken_by
 from mpikv.common import proc
 from mpikv.runtime.launcher import said_rank
 
-LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, network, folder, env, grace_s
+LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, network, folder, env, grace_s, continues
 COLON = re.compile(r"\\*:")
 DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 DAEMON_S = 1.0  # to end by itself
@@ -120,6 +120,8 @@ def answer(arguments: Sequence[str], stand_in_ended: int, daemon: int) -> int:
         status = above.run(words, environment(os.environ, plan, role, number), plan.get("folder"))
         if above.abandoned:
             end_daemon(daemon)
+    if status and plan.get("continues"):
+        status = -signal.SIGKILL  # Open MPI tells the others of no other end
     return 128 - status if status < 0 else status
 
 

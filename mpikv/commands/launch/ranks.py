@@ -1,7 +1,7 @@
 """What the launcher knows of the ranks, and how the job has ended by that. Pure: no clock, no processes.
 
-The end is never success where a rank failed, was killed, never started or never reported its end: `mpirun`'s own
-status can be 0 after a host was lost.
+The end is never success where a rank failed, was killed, never started or never reported its end, unless others went
+on without it: `mpirun`'s own status can be 0 after a host was lost.
 
 Which host gets how many is MXNet's rule (dmlc_tracker/ssh.py), made to respect slots: servers first, then workers,
 process i of both to host i mod H. A host whose slots are full is passed over; when all are full, the counting begins
@@ -21,6 +21,7 @@ from mpikv.commands.launch.hosts import Host
 from mpikv.errors import ConfigError
 
 FAILED = 1  # where nothing else gives a status
+PYTHON_FAILED = 1  # after an exception that nobody caught
 LOST_PEER = 14  # MPI_ERR_UNKNOWN: with it Open MPI 5 ends a process whose connection to another one was closed
 NEEDS_NO_SERVERS = "a program without a dist store needs -s 0"
 IDLE_SERVERS = f"the workers ended and left servers that wait: {NEEDS_NO_SERVERS}"
@@ -37,6 +38,8 @@ class LaunchedRank:
     host: str = ""  # "" before it has reported
     status: int | None = None
     asked: bool = False  # it ended after it had been asked to
+    raised: bool = False  # it printed a traceback as Python does where it has no store, which would end the job
+    gone: bool = False  # it died, and the others go on without it
     error: str = ""  # why its command could not be started
     aborted: int = 0  # as `order`: when it printed that it calls MPI_Abort, for others may end before it does
     abort_status: int = 0
@@ -149,7 +152,7 @@ def first_failure(ranks: Sequence[LaunchedRank]) -> LaunchedRank | None:
     Who was killed by SIGKILL comes before all others, since nothing in a job does that, and who has lost its connection
     to another rank after them: each of the others may report its end sooner.
     """
-    failed = [rank for rank in ranks if rank.status not in (None, 0) and not rank.asked]
+    failed = [rank for rank in ranks if rank.status not in (None, 0) and not rank.asked and not rank.gone]
     return min(failed, key=lambda rank: (not _was_killed(rank), rank.status == LOST_PEER, rank.order), default=None)
 
 
@@ -177,6 +180,18 @@ def culprit(ranks: Sequence[LaunchedRank], *, mpirun_failed: bool) -> LaunchedRa
     return failed
 
 
+def leaves_others(rank: LaunchedRank, ranks: Sequence[LaunchedRank]) -> bool:
+    """Whether the others can go on without a rank that has ended: it has died, and did not end the job by an error of
+    its own, or because it was asked to; and there is another worker.
+    """
+    own_error = rank.aborted or rank.error or (rank.raised and rank.status == PYTHON_FAILED)
+    return (
+        rank.status not in (None, 0)
+        and not (rank.asked or own_error)
+        and any(one.role == "worker" and one is not rank and one.status in (None, 0) and not one.lost for one in ranks)
+    )
+
+
 def judge(ranks: Sequence[LaunchedRank], mpirun_status: int | None, *, asked: JobEnd | None = None) -> JobEnd:
     """The end of a job.
 
@@ -196,10 +211,11 @@ def judge(ranks: Sequence[LaunchedRank], mpirun_status: int | None, *, asked: Jo
         status = first.abort_status & 0xFF
         return JobEnd(status or own or FAILED, f"{first.name} on {first.host} called MPI_Abort with status {status}")
     if first is not None:
-        return _ended_badly(first)
+        return ended_badly(first)
     missing = [rank for rank in ranks if not rank.host]
     lost = [rank for rank in ranks if rank.lost]
-    bad = [rank for rank in ranks if rank.status not in (None, 0) and not (asked and rank.role == "server")]
+    unwell = [rank for rank in ranks if rank.status not in (None, 0) and not rank.gone]
+    bad = [rank for rank in unwell if not (asked and rank.role == "server")]
     if missing:
         ended = killed or (f"ended with status {own}" if own else "ended")
         return JobEnd(own or FAILED, f"mpirun {ended}, and {names(missing, len(ranks))} never started")
@@ -217,13 +233,13 @@ def judge(ranks: Sequence[LaunchedRank], mpirun_status: int | None, *, asked: Jo
             text += f", when {early[0].name} had ended: {NEEDS_NO_SERVERS}"
         return JobEnd(own, text)
     if bad:
-        return _ended_badly(min(bad, key=lambda rank: rank.order))
-    if own and asked is None:
+        return ended_badly(min(bad, key=lambda rank: rank.order))
+    if own and asked is None and not any(rank.gone for rank in ranks):
         return JobEnd(own, f"mpirun ended with status {own}, though every rank ended with 0")
     return JobEnd(0, asked.text if asked is not None else "")
 
 
-def _ended_badly(rank: LaunchedRank) -> JobEnd:
+def ended_badly(rank: LaunchedRank) -> JobEnd:
     status = rank.status or 0
     how = f"ended with status {status}"
     if rank.error:

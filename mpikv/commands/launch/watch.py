@@ -5,6 +5,10 @@ then SIGTERM, then SIGKILL. Ctrl-C and SIGTERM become SIGTERM for all ranks, as 
 within 10 s of the event that begins it; `--grace` lengthens the time from SIGTERM to SIGKILL. That is longer, too,
 where workers that are asked to end finish their step and save their state first: their settings show it
 (MPIKV_STOP_SIGNALS), or the line in which worker 0 announces it.
+
+Where ranks may go on without those that die, such a rank is let go at once, and the end is that of the others. A signal
+ends no program by itself, so its victim is forgiven. A status may be a result: that of a rank which the store has lost,
+as its survivors say, or which says at the end that something was wrong, and then it is the job's.
 """
 
 from __future__ import annotations
@@ -30,9 +34,11 @@ from mpikv.commands.launch.ranks import (
     JobEnd,
     LaunchedRank,
     RankBlock,
+    ended_badly,
     expected,
     first_failure,
     judge,
+    leaves_others,
     names,
 )
 from mpikv.runtime.abort import MISTAKE
@@ -51,6 +57,9 @@ ABORTED = re.compile(
     rb"|mpikv: error: \[rank \d+ of \d+ on \S+\] )",
     re.MULTILINE,
 )
+GONE = re.compile(rb"^mpikv: (\d+) ranks? (?:is|are) gone: \d+ go on$", re.MULTILINE)  # create/survivors.py
+TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):$", re.MULTILINE)
+CALLED_ABORT = b"MPI_ABORT was invoked on rank"  # Open MPI's mpirun
 STOPPING = re.compile(rb"^mpikv: .*: all workers stop after their step$", re.MULTILINE)  # session/stop.py
 HARMLESS = b"plm:ssh: Warning: setpgid("  # Open MPI 5, when its child was quicker (PRRTE, plm_ssh_module.c)
 TIMED_OUT = 124  # as timeout(1)
@@ -78,12 +87,24 @@ class JobWatch:
     """One job. `run` once."""
 
     def __init__(
-        self, blocks: Sequence[RankBlock], secret: str, output: Output, limits: Limits, addresses: Sequence[str]
+        self,
+        blocks: Sequence[RankBlock],
+        secret: str,
+        output: Output,
+        limits: Limits,
+        addresses: Sequence[str],
+        *,
+        continues: bool = False,
     ) -> None:
-        """addresses: of this host, where ranks are to reach it. Raises ConfigError where it has none of them."""
+        """addresses: of this host, where ranks are to reach it. Raises ConfigError where it has none of them.
+
+        continues: whether the others go on without a rank that dies.
+        """
         self.ranks = expected(blocks)
         self._output = output
         self._limits = limits
+        self._continues = continues
+        self._said_gone = 0  # ranks without which the others have said to go on
         self._selector = selectors.DefaultSelector()
         self._connections = Connections(addresses, secret, self.ranks, self._selector)
         self.addresses = self._connections.addresses
@@ -114,6 +135,8 @@ class JobWatch:
                 self._step()
             self._read_rest_of_mpirun()
         ranks = list(self.ranks.values())
+        if self._said_gone < sum(rank.gone for rank in ranks):
+            self._answer_for_statuses()  # which may be results of programs that nobody missed any more
         end = judge(ranks, None if self._killed_mpirun else self._mpirun.returncode, asked=self._asked)
         if end.status and self._asked is None and first_failure(ranks) is None and not any(one.lost for one in ranks):
             self._output.of_mpirun(self._held)  # else it says at length what the launcher says in a line
@@ -154,10 +177,29 @@ class JobWatch:
             if not rank.aborted:
                 self._look_for_abort(rank, body)
             self._output.lines(OUT if kind == channel.OUT else ERR, rank.role, rank.number, rank.host, body)
+            rank.raised = rank.raised or TRACEBACK.search(body) is not None
+            self._said_gone += sum(int(found[1]) for found in GONE.finditer(body))
             if self._ending and STOPPING.search(body):
                 self._let_save()
+        elif kind == channel.ENDED and self._goes_on_without(rank):
+            self._go_on_without(rank)
         elif kind == LOST or (kind == channel.ENDED and rank.status != 0):
             self._end_after_failure()
+
+    def _goes_on_without(self, rank: LaunchedRank) -> bool:
+        return self._continues and not self._ending and leaves_others(rank, list(self.ranks.values()))
+
+    def _go_on_without(self, rank: LaunchedRank) -> None:
+        rank.gone = True
+        self._connections.send(channel.BYE, rank)  # mpirun tells the others, once the process above it has ended
+        left = sum(one.status is None for one in self.ranks.values())
+        others = {0: "the others have ended", 1: "1 rank goes on"}.get(left, f"{left} ranks go on")
+        self._output.say(f"{ended_badly(rank).text}; {others}")
+
+    def _answer_for_statuses(self) -> None:
+        """Count as gone only those that a signal has ended: a status of a rank's own is the job's."""
+        for rank in self.ranks.values():
+            rank.gone = rank.gone and (rank.status or 0) < 0
 
     def _look_for_abort(self, rank: LaunchedRank, body: bytes) -> None:
         """Note the last line that a rank printed, or the last one before it ends the job."""
@@ -192,9 +234,9 @@ class JobWatch:
             if now - self._started > self._limits.start:
                 text = f"{missing} did not start within {self._limits.start:g} s"
                 self._end(JobEnd(FAILED, text))
-        elif all(rank.status == 0 for rank in ranks if rank.role == "worker"):
+        elif all(rank.status == 0 or rank.gone for rank in ranks if rank.role == "worker"):
             self._workers_ended = self._workers_ended or now
-            if all(rank.status == 0 for rank in ranks):
+            if all(rank.status == 0 or rank.gone for rank in ranks):
                 if now - self._workers_ended > LINGERING_S:
                     self._output.say("all ranks have ended, and mpirun has not: it is killed")
                     self._ending = True
@@ -298,6 +340,9 @@ class JobWatch:
             self._held += lines
         else:
             self._output.of_mpirun(lines)
+        if self._continues and CALLED_ABORT in lines:  # under fault tolerance mpirun itself may let the others go on
+            self._answer_for_statuses()
+            self._end_after_failure()
 
     def _read_rest_of_mpirun(self) -> None:
         """It has ended; a daemon of it may hold its pipe for ever."""

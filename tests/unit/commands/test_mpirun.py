@@ -71,6 +71,29 @@ def test_the_wheel_comes_first_unless_another_library_is_named(tmp_path: Path, m
     assert find_mpirun({**path, "MPI4PY_LIBMPI": "libmpi.so.12"}) == system
 
 
+@pytest.mark.parametrize(
+    ("family", "info", "survives"),
+    [
+        (OPEN_MPI_5, "echo options:ft_mpi_support:yes", True),
+        (OPEN_MPI_5, "echo options:ft_mpi_support:no", False),
+        (OPEN_MPI_5, None, True),
+        (OPEN_MPI_4, "echo", False),
+        (MPICH, None, False),
+        (INTEL, None, False),
+    ],
+)
+def test_whose_jobs_survive_a_rank(tmp_path: Path, family: str, info: str | None, *, survives: bool) -> None:
+    if info is not None:
+        (tmp_path / "ompi_info").write_text(f"#!/bin/sh\n{info}\n")
+        (tmp_path / "ompi_info").chmod(0o755)
+    found = Mpirun(str(tmp_path / "mpirun"), family)
+    if survives:
+        assert found.fault_tolerant() == ["--with-ft", "ulfm"]
+    else:
+        with pytest.raises(ConfigError, match=f"a job of {found.program}, {family}, ends with .*--restarts N starts"):
+            found.fault_tolerant()
+
+
 def test_options_of_each_family() -> None:
     five, four, mpich, intel = (Mpirun("mpirun", one) for one in (OPEN_MPI_5, OPEN_MPI_4, MPICH, INTEL))
     shell = ["ssh", "-p", "22"]

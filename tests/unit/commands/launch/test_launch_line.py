@@ -58,9 +58,9 @@ def test_on_hosts() -> None:
 
 
 def test_the_users_binding_and_mapping_count() -> None:
-    more = ["--bind-to", "core", "--map-by", "numa"]
-    first = programs(line.build(OPEN_MPI, place([Host("h1")], 1, 0), ["x"], more=more))[0]
-    assert first[:7] == ["/v/mpirun", "--host", "h1:1", *more]
+    more = ["--bind-to", "core", "--map-by", "numa", "--with-ft", "mpi"]
+    first = programs(line.build(OPEN_MPI, place([Host("h1")], 1, 0), ["x"], more=more, continues=True))[0]
+    assert first[:9] == ["/v/mpirun", "--host", "h1:1", *more]
 
 
 def test_shown_is_what_a_shell_takes() -> None:
@@ -161,6 +161,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert variables["MPIKV_NUM_SERVERS"] == "2"  # as many as workers
     assert first[-6:] == ["-n", "2", "hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
     assert server == ["-n", "2", sys.executable, "-m", "mpikv.server"]
+    assert not {"MPIKV_ON_FAILURE", "OMPI_MCA_coll"} & variables.keys()
 
 
 def mpirun() -> str:
@@ -179,6 +180,29 @@ def test_dry_run_on_other_hosts(
         assert {"A", "MPI4PY_LIBMPI", "MPIKV_NUM_SERVERS", "PATH"} <= {
             b for a, b in itertools.pairwise(words) if a == "-x"
         }
+
+
+@pytest.mark.parametrize("by", ["the option", "the variable", "--env"])
+def test_dry_run_of_ranks_that_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str
+) -> None:
+    programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'")
+    monkeypatch.setenv("MPI4PY_LIBMPI", "libmpi.so.40")
+    options = {"the option": ["--on-failure", "continue"], "--env": ["--env", "MPIKV_ON_FAILURE=continue"]}.get(by, [])
+    if by == "the variable":
+        monkeypatch.setenv("MPIKV_ON_FAILURE", "continue")
+    for hosts, has_han in (([], True), (["-H", "h1,h2"], False)):
+        status, text, _ = launch(capsys, "-n", "2", "-s", "0", *options, *hosts, "--dry-run", sys.executable)
+        assert status == 0
+        assert "--with-ft ulfm" in text
+        assert ("OMPI_MCA_coll='^han'" in text) != has_han
+        if by == "the option":
+            assert "MPIKV_ON_FAILURE=continue" in text
+    _, text, _ = launch(capsys, "-n", "2", "--on-failure", "abort", "--dry-run", sys.executable)
+    assert "--with-ft" not in text
+    monkeypatch.setenv("OMPI_MCA_coll", "^han,tuned")
+    _, text, _ = launch(capsys, "-n", "2", *options, "-H", "h1,h2", "--dry-run", sys.executable)
+    assert "OMPI_MCA_coll=" not in text  # theirs counts, and goes along
 
 
 @pytest.mark.parametrize(

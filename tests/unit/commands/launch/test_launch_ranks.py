@@ -14,12 +14,14 @@ from mpikv.commands.launch.ranks import (
     RankBlock,
     expected,
     judge,
+    leaves_others,
 )
 
 ASKED = {"status": -15, "asked": True}
 SERVER = {**ASKED, "role": "server"}
 LOST = {"status": None, "lost": True}
 MISSING = {"status": None, "host": ""}
+GONE = {"status": -9, "gone": True}
 ABORTED = {**ASKED, "aborted": 1, "abort_status": 6}
 SIGKILLED = JobEnd(137, "worker 1 on h1 was killed by signal 9 (SIGKILL)")
 WENT_AWAY = JobEnd(1, "worker 1 (1 of 2 ranks) on h1 went away without a report")
@@ -73,6 +75,10 @@ def ranks(*changes: dict[str, Any]) -> list[LaunchedRank]:
         ([{"status": 4, "order": 2}, ABORTED], 4, CALLED_ABORT),  # mpirun's is another's
         ([{"status": 4, "order": 2}, ABORTED], None, CALLED_ABORT),
         ([{"status": 4, "order": 1}, {**ABORTED, "aborted": 2}], 6, JobEnd(4, "worker 0 on h0 ended with status 4")),
+        # those that are gone count no more, whatever mpirun makes of them
+        ([{}, GONE], 9, JobEnd(0, "")),
+        ([GONE, {"status": 3}, ASKED], 3, JobEnd(3, "worker 1 on h1 ended with status 3")),
+        ([GONE, LOST], 0, JobEnd(1, "worker 1 (1 of 2 ranks) on h1 went away without a report")),
         # Open MPI's mpirun ends the others with the first that has not been in MPI_Init, if a server has
         ([{}, SERVER], 1, JobEnd(0, IDLE_SERVERS)),
         ([ASKED, {}, SERVER], 1, JobEnd(1, f"{BY_MPIRUN}, when worker 1 had ended: {NEEDS_NO_SERVERS}")),
@@ -99,6 +105,28 @@ def test_an_end_that_was_asked_for(
 ) -> None:
     end = judge(ranks(*changes), mpirun, asked=asked)
     assert (end.status, end.text.startswith(asked.text)) == (status, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "leaves"),
+    [
+        ([{"status": -9}, {"status": None}], True),
+        ([{"status": 3}, {}], True),
+        ([{"status": -9, "role": "server"}, {"status": None}], True),
+        ([{}, {"status": None}], False),
+        ([{"status": -9}, GONE], False),
+        ([{"status": -9}, LOST], False),
+        ([{"status": -9}, {"status": None, "role": "server"}], False),
+        ([ASKED, {"status": None}], False),
+        ([{"status": 3, "aborted": 1}, {"status": None}], False),
+        ([{"status": 127, "error": "x: none"}, {"status": None}], False),
+        ([{"status": 1, "raised": True}, {"status": None}], False),
+        ([{"status": -9, "raised": True}, {"status": None}], True),  # it had caught that
+    ],
+)
+def test_whether_others_can_go_on(changes: list[dict[str, Any]], leaves: bool) -> None:
+    first, *others = ranks(*changes)
+    assert leaves_others(first, [first, *others]) == leaves
 
 
 def test_many_are_not_all_named() -> None:

@@ -46,12 +46,21 @@ def plan_of(job: str, addresses: object) -> dict[str, object]:
 
 
 class Job:
-    def __init__(self, commands: list[str], limits: Limits = LIMITS, blocks: list[RankBlock] | None = None, **env: str):
+    def __init__(
+        self,
+        commands: list[str],
+        limits: Limits = LIMITS,
+        blocks: list[RankBlock] | None = None,
+        *,
+        continues: bool = False,
+        **env: str,
+    ):
         self.id = os.urandom(8).hex()
         self.blocks = blocks or place([], len(commands), 0)
         self.folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
         self.output = Output(colours=(False, False))
-        self.watch = JobWatch(self.blocks, SECRET, self.output, limits, ["127.0.0.1"])
+        self.continues = continues
+        self.watch = JobWatch(self.blocks, SECRET, self.output, limits, ["127.0.0.1"], continues=continues)
         self.commands = commands
         self.env = env
 
@@ -62,7 +71,7 @@ class Job:
                 rank = block.first_rank + i
                 words = quick.command("rank", block.role, str(block.first_number), str(block.first_rank), "--")
                 starts.append(f"PMI_RANK={rank} {shlex.join(words)} sh -c '{self.commands[rank]}' &")
-        sent = plan_of(self.id, self.watch.addresses) | (plan or {})
+        sent = plan_of(self.id, self.watch.addresses) | {"continues": self.continues} | (plan or {})
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "SLURM"))}
         try:
             return self.watch.run(
@@ -202,6 +211,63 @@ def test_a_rank_that_ends_the_job_is_to_blame(line: str, status: int) -> None:
     blamed = JobEnd(status, f"worker 1 on {host} called MPI_Abort with status {status}")
     with when_started(job, lambda: None), when(lambda: bool(job.watch.ranks[1].aborted) or not status, job.go):
         assert job.run() == (blamed if status else JobEnd(14, f"worker 0 on {host} ended with status 14"))
+
+
+GONE = "mpikv: 1 rank is gone: 1 go on"  # as create/survivors.py says it
+
+
+@pytest.mark.parametrize(
+    ("dies", "says", "status"),
+    [
+        ("kill -9 $$", "", 0),
+        ("exit 3", GONE, 0),
+        ("exit 3", "", 3),  # the result of a program that nobody has missed
+        ("kill -9 $$", f"some {GONE}", 0),
+    ],
+)
+def test_the_others_go_on(capfd: pytest.CaptureFixture[str], dies: str, says: str, status: int) -> None:
+    """And learn of it from mpirun, which sees a signal, though the rank has left something running."""
+    job = Job([f'{GO}; echo "{says}" >&2', f"setsid sleep 300 & {dies}"], continues=True)
+    ended = f"worker 1 on {socket.gethostname()} "
+    ended += "was killed by signal 9 (SIGKILL)" if "kill" in dies else "ended with status 3"
+    with when((job.folder / "told").exists, job.go):
+        end = job.run({"grace_s": 3600.0}, after="wait $!; echo $?; touch $FOLDER/told; wait; exit 9")
+    assert end == JobEnd(status, ended if status else "")
+    err = capfd.readouterr().err
+    assert f"mpikv launch: {ended}; 1 rank goes on\n" in err
+    assert "[mpirun] 137\n" in err
+    assert job.left == []
+
+
+def test_mpirun_is_not_waited_for_where_all_have_ended_or_are_gone(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LINGERING_S", 0.0)
+    assert Job(["true", "kill -9 $$"], continues=True).run(after="wait; sleep 300") == JobEnd(0, "")
+    assert IT_IS_KILLED in capfd.readouterr().err
+
+
+ENDS_THE_JOB = 'echo "[rank 1 of 2 on h] ends the job with status 3" >&2; exit 3'
+RAISES = 'echo "Traceback (most recent call last):" >&2; exit 1'
+BOX = "echo MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD"  # Open MPI's mpirun
+
+
+@pytest.mark.parametrize(
+    ("commands", "before", "status"),
+    [
+        (["sleep 300", ENDS_THE_JOB], "", 3),
+        ([f"{GO}; exit 4", "kill -9 $$"], "", 4),  # then nobody is left
+        (["sleep 300", "exit 6"], f"({GO}; {BOX}) &", 6),
+        (["sleep 300", RAISES], "", 1),
+    ],
+)
+def test_nobody_goes_on(capfd: pytest.CaptureFixture[str], commands: list[str], before: str, status: int) -> None:
+    job = Job(commands, continues=True)
+    with when(lambda: job.watch.ranks[1].gone, job.go):
+        end = job.run(before=before)
+    assert end.status == status
+    assert ("1 rank goes on" in capfd.readouterr().err) == (commands[1] not in (ENDS_THE_JOB, RAISES))
+    assert job.left == []
 
 
 def test_a_rank_has_reported_before_its_command_starts() -> None:

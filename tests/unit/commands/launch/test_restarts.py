@@ -63,6 +63,14 @@ def test_what_is_started_again(runs: list[dict[str, Any]], again: list[bool]) ->
     assert Restarts(9).again(ranks(*runs), JobEnd(0, ""), asked=False) == (False, "")
 
 
+def test_a_rank_without_which_the_others_went_on_is_not_the_cause() -> None:
+    restarts = Restarts(9)
+    assert [restarts.again(ranks({**KILLED, "gone": True}, RAISED), FAILED, asked=False)[0] for _ in range(2)] == [
+        True,
+        False,
+    ]
+
+
 def test_an_error_that_the_death_of_mpirun_has_brought_about() -> None:
     restarts = Restarts(9)
     assert [restarts.again(ranks(RAISED), JobEnd(137, ""), asked=False)[0] for _ in range(2)] == [True, True]
@@ -91,7 +99,9 @@ def test_a_signal_between_two_runs(monkeypatch: pytest.MonkeyPatch, capfd: pytes
         os.kill(os.getpid(), signal.SIGTERM)
         return job.RunEnd(137, True, "from step 5")
 
-    launched = job.LaunchedJob([], [], [], {}, (), {job.SNAPSHOTS: "theirs"}, [], Limits(None, 1.0, 1.0))
+    launched = job.LaunchedJob(
+        [], [], [], {}, (), {job.SNAPSHOTS: "theirs"}, [], Limits(None, 1.0, 1.0), continues=False
+    )
     monkeypatch.setattr(job, "_start", start)
     monkeypatch.setattr(job, "prepare", lambda *_: launched)
     output = Output(colours=(False, False))
