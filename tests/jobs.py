@@ -115,6 +115,7 @@ class Job:
     seconds: float
     timed_out: bool
     ranks_left: list[int] = field(default_factory=list)  # processes that outlived mpirun, killed since
+    segments_left: list[str] = field(default_factory=list)  # Open MPI's, removed since
 
     @property
     def output(self) -> str:
@@ -232,12 +233,14 @@ class Running:
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
+        segments_left = sorted(path.name for path in self._backing.rglob("*segment.*"))
         for folder in (self._folder, self._backing):
             shutil.rmtree(folder, ignore_errors=True)
         for segment in orphans(segments() - self._segments):
             segment.unlink(missing_ok=True)
         with self._changed:
-            self.result = Job(status, self._text["stdout"], self._text["stderr"], seconds, timed_out, left)
+            texts = self._text["stdout"], self._text["stderr"]
+            self.result = Job(status, *texts, seconds, timed_out, left, segments_left)
         return self.result
 
 

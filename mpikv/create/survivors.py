@@ -31,6 +31,7 @@ from mpikv.errors import ConfigError, StallError
 from mpikv.kvstore import KVStore
 from mpikv.observe.stall import say
 from mpikv.runtime import abort
+from mpikv.runtime.loaded import mapped_files
 from mpikv.session.continued import AllClosedError, Generation
 from mpikv.session.workers import Workers
 from mpikv.transports.mpi import MpiTransport, wait_for
@@ -164,8 +165,7 @@ class MpiSurvivors:
         """Say at the first of the ranks that are left who is gone; and let this one end as a survivor has to."""
         assert self._comm is not None
         left = self._comm.Get_size()
-        if self._comm.Get_rank() == 0:
-            gone = self._n_before - left
+        if self._comm.Get_rank() == 0 and (gone := self._n_before - left):
             ranks = "1 rank is" if gone == 1 else f"{gone} ranks are"
             say(f"mpikv: {ranks} gone: {left} go on")
         self._n_before = left
@@ -182,6 +182,10 @@ class MpiSurvivors:
         coming = [_Coming(self._first, rank, LEFT) for rank in self._others()]
         with contextlib.suppress(StallError):  # of ranks that compute: they know that this one has closed its store
             wait_until(lambda: _all_here(coming), lambda: False, LEAVE_S, lambda: StallError(""))
+        for path in mapped_files():  # Open MPI's memory between ranks, which only MPI_Finalize would remove
+            if "/sm_segment." in path:
+                with contextlib.suppress(OSError):
+                    os.remove(path)
         guard = abort.guard()
         os._exit(0 if guard is None else guard.exit_status)
 

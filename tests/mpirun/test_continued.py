@@ -30,8 +30,9 @@ def run(mpi: Mpi, n: int, program: str, *words: Any, status: int | None = 0, **e
     """The output of a job that goes on after deaths."""
     env = {"MPIKV_ON_FAILURE": "continue", **env}
     argv = ["python", str(HERE / program), *map(str, words)]
-    job = mpirun(n, argv, mpi=mpi, env=env, options=SURVIVES, timeout_s=100)
+    job = mpirun(n, argv, mpi=mpi, env=env, options=SURVIVES, timeout_s=200)
     job.check(status)
+    assert job.segments_left == []
     return job.output
 
 
