@@ -52,6 +52,11 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
     return bool(tensors.device_of(tensor).type == "cpu")
 
 
+def exchanges(store: KVStore) -> bool:
+    """Return whether gradients are added over workers, of which some may be gone by now."""
+    return store.num_workers > 1 or store.session.continues
+
+
 def on_store(tensor: torch.Tensor, store: KVStore) -> bool:
     return store.device is not None and gpu_of(tensor) == store.device
 

@@ -75,7 +75,14 @@ class Gradients:
         self.name = name
         self.parameters = [parameter for _, parameter in named]
         self.forms: list[Form] = [form_of(*one, self._store) for one in named]
-        self.scale = scale
+        session = self._store.session
+        self._continues: bool = session.continues
+        # Where workers may die their number is known when a sum is there: it is divided by that then.
+        self._averages = self._continues and scale != 1.0
+        self.scale = 1.0 if self._averages else scale
+        # By their numbers at the start, where some may be gone.
+        self._me = session.number if self._continues else self._store.rank
+        self._places = 1 + max(session.numbers) if self._continues else self._store.num_workers
         self.source = 0
         self.views_as_grads = views_as_grads
         self._bucket_bytes = bucket_bytes
@@ -92,7 +99,7 @@ class Gradients:
         weakref.finalize(self, _give_back, Spares.of(self._store), self._sets).atexit = False
         self._views: dict[int, GradientView] = {}
         self._tail_bucket: GradientBucket | None = None
-        self._tail = GradientTail(self._store.num_workers, len(named), 0)
+        self._tail = GradientTail(self._places, len(named), 0)
         self._trained: Flags = self._requires_grad()  # as all workers have agreed
         self._groups = 0
         self.fired: dict[int, None] = {}  # parameters with a gradient in this round, in order
@@ -183,7 +190,7 @@ class Gradients:
         if self._tail_bucket is None:
             self._make_buckets()
         assert self._tail_bucket is not None
-        mine = self._store.rank == self.source
+        mine = self._me == self.source
         buffers = self._buffers
         settings = "" if joined else "\n".join(self.steps.take())
         if ": betas=" in settings and any(bucket.compressed for bucket in self._buckets):
@@ -194,26 +201,44 @@ class Gradients:
             self._tail_bucket.tail,
             self._requires_grad(),
             self._used,
-            failed=self._store.rank if failed else None,
-            joined=self._store.rank if joined else None,
+            failed=self._me if failed else None,
+            joined=self._me if joined else None,
             more_buffers=buffers is not None and buffers.others_changed(),
             buffers=buffers.collect() if mine and buffers is not None else None,
             settings=settings,
         )
         self._exchange([bucket for bucket in self._buckets if bucket.has_tail or self._is_trained(bucket)])
-        outcome = self._tail.read(self._tail_bucket.tail)
+        there = self._contributors(self._tail_bucket)
+        outcome = self._tail.read(self._tail_bucket.tail, there)
         try:
             self.steps.compare_values(joined=joined)
             if not (failed or joined):
                 self._check(outcome, settings)
             if not failed:
                 self._exchange_new(outcome.trained)
-                self._deliver_all(outcome, mine)
+                if self._averages:
+                    self._divide()
+                self._deliver_all(outcome, mine, of_source=self.source in there)
+                if self.source not in there:  # it has died, and another one's buffers come from the next round on
+                    self.source = min(there)
         finally:
             self._reset()
         return outcome.all_joined
 
-    def _deliver_all(self, outcome: RoundOutcome, mine: bool) -> None:
+    def _contributors(self, bucket: GradientBucket) -> Sequence[int]:
+        """The workers in the last sum of a bucket, by their numbers at the start."""
+        return self._store.strategy.contributors(bucket.key) if self._continues else range(self._places)
+
+    def _divide(self) -> None:
+        """Make means of the sums, each of those workers that are in it."""
+        for bucket in self._buckets:
+            if bucket.sent:
+                factor = 1 / len(self._contributors(bucket))
+                for view in bucket.views.values():
+                    view.tensor.mul_(factor)
+
+    def _deliver_all(self, outcome: RoundOutcome, mine: bool, *, of_source: bool) -> None:
+        """of_source: whether the buffers are there, whose worker may have died."""
         assert self._tail_bucket is not None
         taken = outcome.used & outcome.trained
         copies: dict[GradientBucket, torch.Tensor] = {}
@@ -225,10 +250,10 @@ class Gradients:
                     if not taken[i]:
                         self._unused.keep(i, view.tensor, first=self._store.rank == 0)
         if self._buffers is not None:
-            if not mine:
+            if not mine and of_source:
                 self._buffers.deliver(self._tail.buffers(self._tail_bucket.tail))
             if outcome.more_buffers:
-                self._buffers.broadcast_others(self.source)
+                self._buffers.broadcast_others(0 if self._continues else self.source)
 
     def _make_buckets(self) -> None:
         """Agree on the order of the parameters, and make the buckets, in the first round."""
@@ -238,7 +263,7 @@ class Gradients:
         order[: len(mine)] = mine
         order = self.calls.broadcast([order], name="order of gradients")[0]
         n_bytes = 0 if self._buffers is None else self._buffers.choose()
-        self._tail = GradientTail(self._store.num_workers, len(self.parameters), n_bytes)
+        self._tail = GradientTail(self._places, len(self.parameters), n_bytes)
         self._add_group([int(i) for i in order if i >= 0], self._tail.n_elems)
 
     def _add_group(self, members: list[int], tail_elems: int) -> None:
@@ -335,11 +360,6 @@ def agreed(
     """
     if (bucket_bytes := options["bucket_bytes"]) is not None:
         options["bucket_bytes"] = checks.whole("bucket_bytes", bucket_bytes, 1)
-    if calls.store.session.continues:
-        raise UnsupportedError(
-            f"{what} does not go on without workers that die; use a Trainer, or leave MPIKV_ON_FAILURE unset and start "
-            "the job with mpikv launch --restarts N"
-        )
     name = f"{what.removeprefix('Distributed').lower()}{calls.store.session.new_namespace()}"
     found = Gradients(calls, name, named, **options)
     settings += f", bucket_bytes={bucket_bytes}, compression={found.compression.text}"

@@ -17,6 +17,7 @@ import torch
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.torch import arrays, buffers
+from mpikv.torch.arrays import exchanges
 from mpikv.torch.default import calls_of
 from mpikv.torch.gradients import agreed
 from mpikv.torch.passes import Passes
@@ -116,7 +117,7 @@ class DistributedModel(torch.nn.Module):
             ("training", module.training),
         ):
             object.__setattr__(self, own, value)
-        if store.num_workers > 1:
+        if exchanges(store):
             synchronize(0, with_buffers=True)
             object.__setattr__(self, "_passes", Passes(gradients, self._join.before_round))
         kept.remember()

@@ -87,7 +87,7 @@ class _Exchanging:
                 "this DistributedOptimizer exchanges no gradients any more: detach() was called, or a newer one "
                 "has all of its parameters; use that one"
             )
-        if gradients.calls.store.num_workers > 1:
+        if arrays.exchanges(gradients.calls.store):
             sent, self._mpikv_sent = self._mpikv_sent, {}
             changed = [i for i, one in sent.items() if not one.is_there()]
             gradients.steps.note(self)
@@ -295,7 +295,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
         _mpikv_synchronized=False,
         _mpikv_skip=False,
     )
-    if calls.store.num_workers > 1:
+    if arrays.exchanges(calls.store):
         found._mpikv_hooks = add_hooks(found, _Exchanging, gradients.parameters)  # noqa: SLF001 - this module's own
         arrays.warn_of_host_memory("DistributedOptimizer", gradients.parameters, calls.store, 2)
     return found

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.calls.keyless import CollectiveCalls
 from mpikv.errors import ConfigError
-from mpikv.torch.arrays import in_host_memory
+from mpikv.torch.arrays import exchanges, in_host_memory
 
 _NOT_SETTINGS = ("params", "param_names")
 _MOST = 1e300
@@ -46,7 +46,7 @@ class Steps:
         self._rounds = 0
         self._values: Any = None  # (2, 2, parameters), see `compare_values`; None: the next step needs none
         self.joined = False
-        if calls.store.num_workers > 1:
+        if exchanges(calls.store):
             with _lock:
                 _all.add(self)
 

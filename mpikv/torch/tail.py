@@ -11,6 +11,7 @@ buffers are one whole number below 65536, to which the others add zero, so that 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -76,12 +77,13 @@ class GradientTail:
             even = buffers if buffers.size % 2 == 0 else np.append(buffers, np.uint8(0))
             tail[self._flags :] = even.view(np.uint16)
 
-    def read(self, tail: HostArray) -> RoundOutcome:
+    def read(self, tail: HostArray, workers: Sequence[int]) -> RoundOutcome:
+        """workers: those that are in the sum."""
         n = self._n_workers
         trained, frozen, used = tail[n + 1 : self._digest].reshape(3, self._n_params) > 0
         ones, zeros = tail[self._digest : self._flags].reshape(2, -1) > 0
         differ = bool((ones & zeros).any())
-        failed, all_joined = np.flatnonzero(tail[:n] == _FAILED).tolist(), bool((tail[:n] == _JOINED).all())
+        failed, all_joined = np.flatnonzero(tail[:n] == _FAILED).tolist(), bool((tail[list(workers)] == _JOINED).all())
         return RoundOutcome(failed, all_joined, bool(tail[n] > 0), trained, frozen, used, differ)
 
     def buffers(self, tail: HostArray) -> HostArray:

@@ -100,3 +100,19 @@ def test_a_training_goes_on(openmpi: Mpi, case: str, victims: str, tmp_path: Pat
     assert set(used.values()) == {1}
     # Of each of the dead at most the batch it was at, the two loaded ahead, and what is no full batch for all any more.
     assert sum(used.values()) >= 240 - len(dead) * (3 * 2 + 6), used
+
+
+@pytest.mark.parametrize("case", ["model", "optimizer"])
+@pytest.mark.parametrize("victims", ["1@9", "0@12+3,2@20+1"])
+def test_a_model_of_pytorch_goes_on(openmpi: Mpi, case: str, victims: str, tmp_path: Path) -> None:
+    """With the mean over who is there. In the step in which worker 0 dies the others keep their own buffers."""
+    pytest.importorskip("torch")
+    run(openmpi, 4, "continued_torch.py", tmp_path, case, victims)
+    dead = {int(one.partition("@")[0]) for one in victims.split(",")}
+    first, *others = [log for worker, log in logs(tmp_path).items() if worker not in dead]
+    assert len(others) == 3 - len(dead)
+    assert first[-1] == f"end {4 - len(dead)} {len(dead)}"
+    assert [line.split()[2] for line in first[:-1]] == ["1.0"] * 30
+    for other in others:
+        differ = [a for a, b in zip(first, other, strict=True) if a != b]
+        assert len(differ) <= (case == "model" and 0 in dead), differ
