@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -72,7 +72,8 @@ class Model:
             yield "begins", self.generation + 1
 
     def after(self, event: str, which: int) -> Model:
-        model = copy.deepcopy(self)
+        workers = [replace(worker, rounds=copy.copy(worker.rounds)) for worker in self.workers]
+        model = replace(self, workers=workers, opened=dict(self.opened))
         worker = model.workers[which] if event != "begins" else model.workers[0]
         if event == "dies":
             worker.alive, model.deaths = False, model.deaths - 1
