@@ -1,8 +1,9 @@
 """A worker for tests of deaths: `continued_program.py SEED FOLDER VICTIM@OP[+MS],...`, a random program.
 
 Every worker does what the seed says, with values of its own: the first worker brings 1, the next 2, then 4, and so on,
-so that a sum tells who was in it. A victim kills itself in this operation, after so many milliseconds. Each worker
-writes into FOLDER/N, N its number at the start, a line for each value that it has pulled.
+so that a sum tells who was in it. A victim kills itself in this operation, after so many milliseconds; rank R of MPI,
+as rR+MS, so many milliseconds after MPI_Init, whatever it does then. Each worker writes into FOLDER/N, N its number at
+the start, a line for each value that it has pulled.
 """
 
 from __future__ import annotations
@@ -118,10 +119,21 @@ def die(after_s: float) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(seed: str, folder: str, victims: str) -> None:
+def die_after_init(after_s: float) -> None:
+    while (mpi := sys.modules.get("mpi4py.MPI")) is None or not mpi.Is_initialized():
+        time.sleep(0.001)
+    die(after_s)
+
+
+def main(seed: str, folder: str, given: str) -> None:
+    victims = [one for one in given.split(",") if one]
+    for one in victims:
+        rank, _, ms = one.partition("+")
+        if rank == f"r{os.environ['OMPI_COMM_WORLD_RANK']}":
+            threading.Thread(target=die_after_init, args=(float(ms) / 1e3,), daemon=True).start()
     with kv.create("dist_sync") as store, (Path(folder) / str(store.rank)).open("w") as log:
         program = Program(store, int(seed), log)
-        program.run([victim_of(one) for one in victims.split(",") if one])
+        program.run([victim_of(one) for one in victims if not one.startswith("r")])
         log.write(f"end {store.num_workers} {store.generation}\n")
 
 
