@@ -2,8 +2,8 @@
 
 Every worker does what the seed says, with values of its own: the first worker brings 1, the next 2, then 4, and so on,
 so that a sum tells who was in it. A victim kills itself in this operation, after so many milliseconds; rank R of MPI,
-as rR+MS, so many milliseconds after MPI_Init, whatever it does then. Each worker writes into FOLDER/N, N its number at
-the start, a line for each value that it has pulled.
+as rR+MS, so many milliseconds after it has begun to make the store, whatever it does then. Each worker writes into
+FOLDER/N, N its number at the start, a line for each value that it has pulled.
 """
 
 from __future__ import annotations
@@ -119,8 +119,10 @@ def die(after_s: float) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_after_init(after_s: float) -> None:
-    while (mpi := sys.modules.get("mpi4py.MPI")) is None or not mpi.Is_initialized():
+def die_in_the_store(after_s: float) -> None:
+    # From when on it can be asked what it does. Before, where it duplicates a communicator, Open MPI 5.0.11 may crash
+    # in the others (ompi_comm_revoke_local).
+    while all(thread.name != "mpikv-endpoint" for thread in threading.enumerate()):
         time.sleep(0.001)
     die(after_s)
 
@@ -130,7 +132,7 @@ def main(seed: str, folder: str, given: str) -> None:
     for one in victims:
         rank, _, ms = one.partition("+")
         if rank == f"r{os.environ['OMPI_COMM_WORLD_RANK']}":
-            threading.Thread(target=die_after_init, args=(float(ms) / 1e3,), daemon=True).start()
+            threading.Thread(target=die_in_the_store, args=(float(ms) / 1e3,), daemon=True).start()
     with kv.create("dist_sync") as store, (Path(folder) / str(store.rank)).open("w") as log:
         program = Program(store, int(seed), log)
         program.run([victim_of(one) for one in victims if not one.startswith("r")])
