@@ -80,7 +80,7 @@ def test_random_deaths(openmpi: Mpi, seed: int, tmp_path: Path) -> None:
         openmpi, death.n, "continued_program.py", seed, tmp_path, ",".join(death.victims.values()), **death.env
     )
     written = logs(tmp_path)
-    ended = {worker: log for worker, log in written.items() if log and log[-1].startswith("end ")}
+    ended = {worker: log for worker, log in written.items() if log and log[-1] == "end"}
     assert len(ended.keys() - death.victims.keys()) >= death.workers - len(death.victims), f"{death}: {output}"
     assert len({tuple(log) for log in ended.values()}) == 1, f"{death}: survivors have other values"
     survivors, before = sum(1 << worker for worker in ended), (1 << death.workers) - 1
