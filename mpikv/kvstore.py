@@ -34,7 +34,7 @@ from mpikv.session.base import NewKey, Pending, Session, Updater
 from mpikv.session.continued import ContinuedSession
 from mpikv.session.workers import Workers
 from mpikv.strategies.base import Entry, PreparedCall, Sink, Strategy
-from mpikv.strategies.states import LOAD, SAVE, load_file, save_file
+from mpikv.strategies.states import load_file, save_file
 
 SUM_NAME = SUM.name
 
@@ -698,8 +698,7 @@ class KVStore:
         """
         self._check_open("save_optimizer_states")
         checks.flag("dump_optimizer", dump_optimizer)
-        path = checks.path("fname", fname)
-        self.session.whole(SAVE, lambda: save_file(self.session, self.strategy, path, dump_optimizer=dump_optimizer))
+        save_file(self.session, self.strategy, checks.path("fname", fname), dump_optimizer=dump_optimizer)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Read what `save_optimizer_states` wrote, with any number of workers and servers.
@@ -714,8 +713,7 @@ class KVStore:
         >>> store.load_optimizer_states('states')
         """
         self._check_open("load_optimizer_states")
-        path = checks.path("fname", fname)
-        self.session.whole(LOAD, lambda: load_file(self.session, self.strategy, path))
+        load_file(self.session, self.strategy, checks.path("fname", fname))
 
     # --- barrier and end
 

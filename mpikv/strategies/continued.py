@@ -26,7 +26,6 @@ import numpy as np
 
 from mpikv.arrays.as_numpy import HostArray, dtype_of, sum_dtype
 from mpikv.arrays.reductions import SUM, Reduction
-from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch, UnsupportedError
@@ -119,19 +118,6 @@ class Served(NamedTuple):
     as_set: Optimizer
     keys: Sequence[Key] | None
     applied: bool
-
-
-class NoRows:
-    """Stands for the row-sparse keys, of which there are none."""
-
-    def push(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
-        raise AssertionError
-
-    def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> Any:
-        raise AssertionError
-
-    def changed(self, info: KeyInfo, priority: int) -> Any:
-        raise AssertionError
 
 
 class ContinuedStrategy(LocalStrategy):

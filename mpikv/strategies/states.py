@@ -141,6 +141,10 @@ def load_file(session: Session, strategy: Strategy, path: Place) -> Sequence[Sta
     Optimizer attributes from the file reach the owners with the next push. Returns the codec states of the file, at
     worker 0. Raises StatesFileError or OSError on every worker and changes nothing then.
     """
+    return session.whole(LOAD, lambda: _load(session, strategy, path))
+
+
+def _load(session: Session, strategy: Strategy, path: Place) -> Sequence[StateRecord]:
     of_codecs: list[StateRecord] = []  # at worker 0
 
     def read() -> states_file.StatesFile:
