@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -98,8 +99,10 @@ class SplitSampler:
             )
         self.epoch = 0
         self.start = 0
-        self._follows = False  # whether parts may become fewer while it is iterated over
-        self._lock = threading.Lock()  # a loader draws in a thread
+        # Whether parts may become fewer while it is iterated over, and then what orders that and drawing, which may be
+        # of different threads. Without, a sampler can be copied and pickled.
+        self._follows = False
+        self._lock: AbstractContextManager[Any] = nullcontext()
         self._mine: NDArray[np.int64] = np.empty(0, np.int64)  # what this iteration gives
         self._drawn = self._before = 0  # how many of them it has given, and how many are of an earlier split
 
@@ -126,7 +129,7 @@ class SplitSampler:
     def _follow(self, store: Any, session: Any) -> None:
         """Split anew what is left when workers have gone. All of them have made this sampler."""
         name, me = f"sampler {len(session.tells)}", weakref.ref(self)
-        self._follows = True
+        self._follows, self._lock = True, threading.Lock()
 
         def drawn() -> int:
             sampler = me()

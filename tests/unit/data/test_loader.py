@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import sys
 import threading
 import traceback
@@ -40,6 +41,13 @@ def new_loader(last: Any) -> DataLoader:
 def test_the_order_is_the_samplers() -> None:
     assert batches(DataLoader(np.arange(50), 50, shuffle=True, seed=9)) == [list(SplitSampler(50, seed=9))]
     assert batches(DataLoader(np.arange(9), 2, sampler=[8, 1, 1])) == [[8, 1], [1]]
+
+
+def test_a_sampler_can_be_pickled() -> None:
+    """As a program that copies its loaders or sends them to another process does."""
+    sampler = SplitSampler(10, 3, 1, seed=7)
+    sampler.set_epoch(2, 1)
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
 
 
 def test_rows_of_arrays(tmp_path: Path) -> None:
