@@ -138,6 +138,7 @@ def test_on_a_terminal_it_asks_until_the_job_has_ended(
     monkeypatch.setattr(top, "asked", lambda _, question, limit_s: answers.pop() if answers else {})
     monkeypatch.setattr(top, "of_stores", lambda _: {"a": ROWS})
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(top.time, "strftime", lambda *_: "12:00:00")
     assert main(["top", "12", "--every", "0.001"]) == 0
     first, *tables = capsys.readouterr().out.split(top.CLEAR)
     assert (first, len(tables)) == ("", 2)
