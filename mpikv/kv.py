@@ -10,7 +10,7 @@ import os
 import sys
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpikv.common.checks import shown, wrong
@@ -194,8 +194,8 @@ def _create_continued(name: str, spec: StoreSpec | None, config: Config, comm: M
     def make(comm: MPI.Intracomm, number: int) -> KVStore:
         served = number and survivors.serves
 
-        def has_role(transport: MpiTransport, *, serves: bool) -> None:
-            survivors.began(transport)
+        def has_role(transport: MpiTransport, processes: Sequence[Process], *, serves: bool) -> None:
+            survivors.began(transport, processes)
             survivors.serves = serves
 
         def on_fatal(error: BaseException) -> None:
@@ -230,7 +230,8 @@ def _made(
 ) -> KVStore:
     """The store of a worker. At a server: SystemExit when all workers have closed theirs.
 
-    own: whether `comm` is this store's alone. has_role(transport, serves=): called when this rank knows its role.
+    own: whether `comm` is this store's alone. has_role(transport, processes, serves=): called when this rank knows its
+    role, and the process of each.
     """
     from mpikv.session.processes import Processes  # noqa: PLC0415
 
@@ -269,7 +270,8 @@ def _made(
     decisions.of_process(decisions.log_of(members, transport.rank), members, transport.rank, found.told)
     listener = _stop_signals(config)
     store_id = announced[0]["store_id"]
-    has_role(transport, serves=transport.rank in roles.servers)
+    ranks = [Process(*entry["process"]) for entry in announced]
+    has_role(transport, ranks, serves=transport.rank in roles.servers)
     if transport.rank in roles.servers:
         listener.install()
     store = assemble(
@@ -285,7 +287,7 @@ def _made(
         spaces=found.spaces,
         nccl=nccl,
         store_id=store_id,
-        processes=[Process(*entry["process"]) for entry in announced],
+        processes=ranks,
         why_no_memory=processes.why_no_memory,
         metrics_name=_metrics_name(comm),
     )

@@ -29,8 +29,9 @@ from mpikv.config import Config
 from mpikv.engine.backoff import wait_until
 from mpikv.errors import ConfigError, StallError
 from mpikv.kvstore import KVStore
+from mpikv.observe.program import Process
 from mpikv.observe.stall import say
-from mpikv.runtime import abort
+from mpikv.runtime import abort, suspended
 from mpikv.runtime.loaded import mapped_files
 from mpikv.session.continued import AllClosedError, Generation
 from mpikv.session.workers import Workers
@@ -86,6 +87,7 @@ class MpiSurvivors:
         self.serves = False
         self._sent: list[MPI.Request] = []
         self._transports: list[MpiTransport] = []
+        self._unwatch: Callable[[], None] = lambda: None
 
     def is_death(self, error: BaseException) -> bool:
         comm = self._comm
@@ -109,11 +111,16 @@ class MpiSurvivors:
         return Generation(self._number, store.session, store.strategy, store.workers_group)
 
     def closed(self) -> None:
+        self._unwatch()
         self._send(CLOSED)
 
-    def began(self, transport: MpiTransport) -> None:
-        """Note what this generation talks over; it is kept for good, since MPI may use its memory after a death."""
+    def began(self, transport: MpiTransport, processes: Sequence[Process]) -> None:
+        """Note what this generation talks over, which is kept for good, since MPI may use its memory after a death; and
+        the processes of its ranks.
+        """
         self._transports.append(transport)
+        self._unwatch()
+        self._unwatch = suspended.watch(processes, self._config.timeout_s)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._first.Get_size()) if rank != self._first.Get_rank()]

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Mpi, mpirun
+from jobs import Mpi, mpirun, start, text
 
 HERE = Path(__file__).parent
 SURVIVES = ["--with-ft", "ulfm"]
@@ -82,6 +83,27 @@ def test_random_deaths(openmpi: Mpi, seed: int, tmp_path: Path) -> None:
             assert survivors & ~contributors == 0, f"{death}: {line} lacks a survivor"
             assert contributors & ~before == 0, f"{death}: {line} has a worker that had gone"
             before = contributors
+
+
+def test_ranks_that_are_suspended_are_given_up(openmpi: Mpi, tmp_path: Path) -> None:
+    """Worker 0 and a server, while the others meet after a death. Without `mpikv launch`, which does it as well."""
+    file = tmp_path / "enough"
+    env = {"MPIKV_ON_FAILURE": "continue", "MPIKV_NUM_SERVERS": "1", "MPIKV_TIMEOUT_S": "12"}
+    argv = ["python", str(HERE / "going_on.py"), str(file)]
+    with start(5, argv, mpi=openmpi, env=env, options=SURVIVES, timeout_s=200) as running:
+        workers = [int(running.wait_for(rf"worker {i} of 4 is \S+ (\d+)")[1]) for i in range(4)]
+        ranks = [pid for pid in running.processes() if text(Path(f"/proc/{pid}/cmdline")).startswith(openmpi.python)]
+        (server,) = set(ranks) - set(workers)
+        running.kill_all([workers[0], server], signal.SIGSTOP)
+        running.kill(workers[2])
+        running.wait_for("mpikv: 3 ranks are gone: 2 go on")
+        file.touch()
+    job = running.result
+    job.check()
+    assert job.output.count("ends as one of 2") == 2
+    for pid in (workers[0], server):
+        assert f"mpikv: process {pid} on " in job.output
+    assert job.segments_left == []
 
 
 @pytest.mark.parametrize("case", ["mean", "examples-own"])

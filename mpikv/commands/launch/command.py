@@ -17,8 +17,17 @@ import time
 from collections.abc import Sequence
 
 from mpikv.commands.launch import channel
-from mpikv.commands.launch.processes import addressed, adopt_orphans, descendants, die_with_parent, segments, send
+from mpikv.commands.launch.processes import (
+    addressed,
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    is_rank,
+    segments,
+    send,
+)
 from mpikv.common import snapshot_names
+from mpikv.common.suspended import Suspended, given_up_text, interval_s
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGKILL)
@@ -37,9 +46,17 @@ MOST_SNAPSHOTS = 4096  # files that are reported, the newest
 
 class Command:
     def __init__(
-        self, launcher: channel.ToLauncher, wakeup: socket.socket, stand_in_ended: int, grace_s: float
+        self,
+        launcher: channel.ToLauncher,
+        wakeup: socket.socket,
+        stand_in_ended: int,
+        grace_s: float,
+        patience_s: float | None = None,
     ) -> None:
-        """wakeup: has the numbers of signals that come. stand_in_ended: a pipe that ends with the stand-in."""
+        """wakeup: has the numbers of signals that come. stand_in_ended: a pipe that ends with the stand-in.
+
+        patience_s: how long the others wait for this rank, where they go on without one that dies; else None.
+        """
         self._launcher = launcher
         self._wakeup = wakeup
         self._stand_in_ended = stand_in_ended
@@ -53,6 +70,8 @@ class Command:
         self._segments: set[str] = set()  # files that nobody may be left to remove
         self._snapshots = ""  # the folder of the command's
         self._kill_at = float("inf")
+        self._patience_s, self._suspended = patience_s or 0.0, Suspended()
+        self._look_at = float("inf") if patience_s is None else 0.0
         self._streams: dict[int, int] = {}  # the kind of frame for each pipe
         self._lines: dict[int, bytearray] = {}  # unfinished line of each pipe
         self._shown: dict[int, bytes] = {}  # what the launcher has of it
@@ -116,7 +135,8 @@ class Command:
 
     def _step(self, timeout_s: float) -> None:
         self._watch_backlog()
-        for key, events in self._selector.select(min(timeout_s, max(0.0, self._kill_at - time.monotonic()))):
+        next_at = min(self._kill_at, self._look_at)
+        for key, events in self._selector.select(min(timeout_s, max(0.0, next_at - time.monotonic()))):
             if key.fd == self._stand_in_ended:
                 self._selector.unregister(self._stand_in_ended)
                 self._disowned = True
@@ -136,6 +156,11 @@ class Command:
             self._kill_at = float("inf")
             send(descendants(os.getpid()), signal.SIGKILL)
         self._reap()
+        if self._status is None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + interval_s(self._patience_s)
+            for pid in self._suspended.given_up(filter(is_rank, addressed(self._pid))):
+                self._launcher.write(channel.frame(channel.ERR, f"{given_up_text(pid, self._patience_s)}\n".encode()))
+                send([pid], signal.SIGKILL)
 
     def _watch_backlog(self) -> None:
         """Read on only while the launcher takes what is read."""

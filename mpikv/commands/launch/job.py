@@ -52,7 +52,7 @@ class LaunchedJob(NamedTuple):
     given: dict[str, str]  # variables for all ranks
     addresses: list[str]  # of this machine
     limits: Limits
-    continues: bool  # the others go on when a rank dies
+    patience_s: float | None  # how long ranks wait for each other, where they go on when one dies; else None
 
 
 class NoCommandError(ConfigError):
@@ -174,7 +174,8 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str], without: Co
     if elsewhere:
         variables |= mpirun_variables(OPEN_MPI if mpirun.is_open_mpi else mpirun.family, config.interface)
         addresses = remote.addresses(config.interface)
-    return LaunchedJob(chosen, blocks, words, variables, shell, given, addresses, _limits(options, settings), continues)
+    limits, patience_s = _limits(options, settings), settings.timeout_s if continues else None
+    return LaunchedJob(chosen, blocks, words, variables, shell, given, addresses, limits, patience_s)
 
 
 def _limits(options: argparse.Namespace, workers: Config) -> Limits:
@@ -235,7 +236,7 @@ class RunEnd(NamedTuple):
 def _start(job: LaunchedJob, output: Output, restarts: Restarts, folder: str) -> RunEnd:
     """Run the job once. folder: of the snapshots, to be removed where the job has succeeded; "" for none."""
     number, secret = secrets.token_hex(8), secrets.token_hex(16)
-    watch = JobWatch(job.blocks, secret, output, job.limits, job.addresses, continues=job.continues)
+    watch = JobWatch(job.blocks, secret, output, job.limits, job.addresses, continues=job.patience_s is not None)
     plan = {
         "job": number,
         "secret": secret,
@@ -244,7 +245,7 @@ def _start(job: LaunchedJob, output: Output, restarts: Restarts, folder: str) ->
         "folder": os.getcwd(),
         "env": job.given,
         "grace_s": job.limits.grace,
-        "continues": job.continues,
+        "patience_s": job.patience_s,
     }
     # For the process above each rank, see rank.py.
     variables = {**job.variables, LAUNCH: json.dumps(plan), JOB: f"{number}/mpirun"}

@@ -33,7 +33,7 @@ from mpikv.commands.launch.processes import JOB, die_with_parent, woken_by
 from mpikv.common import proc
 from mpikv.runtime.launcher import said_rank
 
-LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, network, folder, env, grace_s, continues
+LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, network, folder, env, grace_s, patience_s
 COLON = re.compile(r"\\*:")
 DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 DAEMON_S = 1.0  # to end by itself
@@ -98,7 +98,7 @@ def answer(arguments: Sequence[str], stand_in_ended: int, daemon: int) -> int:
     rank, host = said_rank(os.environ), socket.gethostname()
     number = int(first_number) + rank - int(first_rank)
     plan = json.loads(os.environ.pop(LAUNCH))
-    addresses = [(address, port) for address, port in plan["addresses"]]
+    addresses, patience_s = [(address, port) for address, port in plan["addresses"]], plan.get("patience_s")
     try:
         launcher = channel.ToLauncher(addresses, plan["network"], plan["secret"])
     except ConnectionError as error:
@@ -115,12 +115,12 @@ def answer(arguments: Sequence[str], stand_in_ended: int, daemon: int) -> int:
     for stream in (1, 2):  # mpirun waits for all who hold its pipes
         os.dup2(nothing, stream)
     with woken_by((*FORWARDED, signal.SIGCHLD)) as wakeup:
-        above = Command(launcher, wakeup, stand_in_ended, plan.get("grace_s", GRACE_S))
+        above = Command(launcher, wakeup, stand_in_ended, plan.get("grace_s", GRACE_S), patience_s)
         words = [unguarded(word) for word in command]
         status = above.run(words, environment(os.environ, plan, role, number), plan.get("folder"))
         if above.abandoned:
             end_daemon(daemon)
-    if status and plan.get("continues"):
+    if status and patience_s:
         status = -signal.SIGKILL  # Open MPI tells the others of no other end
     return 128 - status if status < 0 else status
 

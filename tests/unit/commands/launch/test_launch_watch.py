@@ -71,7 +71,9 @@ class Job:
                 rank = block.first_rank + i
                 words = quick.command("rank", block.role, str(block.first_number), str(block.first_rank), "--")
                 starts.append(f"PMI_RANK={rank} {shlex.join(words)} sh -c '{self.commands[rank]}' &")
-        sent = plan_of(self.id, self.watch.addresses) | {"continues": self.continues} | (plan or {})
+        sent = (
+            plan_of(self.id, self.watch.addresses) | {"patience_s": 3600.0 if self.continues else None} | (plan or {})
+        )
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "SLURM"))}
         try:
             return self.watch.run(
@@ -245,6 +247,28 @@ def test_mpirun_is_not_waited_for_where_all_have_ended_or_are_gone(
     monkeypatch.setattr(watch, "LINGERING_S", 0.0)
     assert Job(["true", "kill -9 $$"], continues=True).run(after="wait; sleep 300") == JobEnd(0, "")
     assert IT_IS_KILLED in capfd.readouterr().err
+
+
+SUSPENDED = """
+import mmap, os, signal
+rank = open(os.environ["FOLDER"] + "/libmpi.so", "wb+")
+rank.truncate(mmap.PAGESIZE)
+loaded = mmap.mmap(rank.fileno(), 0)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_rank_that_is_suspended_is_killed_and_the_others_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whoever is on its host besides."""
+    suspends = 'exec $PYTHON -S -c "$PROGRAM"'
+    job = Job([GO, suspends], continues=True, PYTHON=sys.executable, PROGRAM=SUSPENDED)
+    with when(lambda: job.watch.ranks[1].gone, job.go):
+        assert job.run({"patience_s": 0.1}).status == 0
+    said = capfd.readouterr().err
+    assert re.search(
+        r"^\[worker 1 @ \S+\] mpikv: process \d+ on \S+ was suspended for 0.05 s, half of MPIKV_TIMEOUT_S", said
+    )
+    assert re.search(r"mpikv launch: worker 1 on \S+ was killed by signal 9 \(SIGKILL\); 1 rank goes on\n", said)
 
 
 ENDS_THE_JOB = 'echo "[rank 1 of 2 on h] ends the job with status 3" >&2; exit 3'

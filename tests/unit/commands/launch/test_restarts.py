@@ -100,7 +100,7 @@ def test_a_signal_between_two_runs(monkeypatch: pytest.MonkeyPatch, capfd: pytes
         return job.RunEnd(137, True, "from step 5")
 
     launched = job.LaunchedJob(
-        [], [], [], {}, (), {job.SNAPSHOTS: "theirs"}, [], Limits(None, 1.0, 1.0), continues=False
+        [], [], [], {}, (), {job.SNAPSHOTS: "theirs"}, [], Limits(None, 1.0, 1.0), patience_s=None
     )
     monkeypatch.setattr(job, "_start", start)
     monkeypatch.setattr(job, "prepare", lambda *_: launched)
