@@ -27,7 +27,7 @@ from mpi4py import MPI
 
 from mpikv.config import Config
 from mpikv.engine.backoff import wait_until
-from mpikv.errors import ConfigError, StallError
+from mpikv.errors import ConfigError, PeerError, StallError
 from mpikv.kvstore import KVStore
 from mpikv.observe.program import Process
 from mpikv.observe.stall import say
@@ -78,8 +78,11 @@ class MpiSurvivors:
 
     def __init__(self, comm: MPI.Intracomm, config: Config, make: Make) -> None:
         self._config, self._make = config, make
-        self._first, request = comm.Idup()
-        wait_for(request, config.timeout_s, lambda: StallError("kv.create: not all ranks came"))
+        try:
+            self._first, request = comm.Idup()
+            wait_for(request, config.timeout_s, lambda: StallError("kv.create: not all ranks came"))
+        except MPI.Exception:
+            raise PeerError("kv.create: a rank has died before all had come to it: the others cannot go on") from None
         self._first.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm: MPI.Intracomm | None = None  # of this generation
         self._n_before = self._first.Get_size()
@@ -118,6 +121,8 @@ class MpiSurvivors:
         """Note what this generation talks over, which is kept for good, since MPI may use its memory after a death; and
         the processes of its ranks.
         """
+        if not self._transports and transport.rank == 0 and transport.size > 1:
+            say(f"mpikv: when one of {transport.size} ranks dies, the others go on")
         self._transports.append(transport)
         self._unwatch()
         self._unwatch = suspended.watch(processes, self._config.timeout_s)

@@ -1,7 +1,6 @@
 """A worker for tests of `mpikv launch --on-failure continue`: `going_on.py FILE [CASE]`, rounds until there is a FILE.
 
-The last worker misbehaves after some rounds; where it is `early` before it has a store, `late` when it
-has closed it.
+The last worker misbehaves after some rounds; `early CASE`: before it has a store; `late`: when it has closed it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ def misbehave(case: str) -> None:
 
 
 def main(file: str, case: str = "") -> None:
-    if case == "early" and os.environ["OMPI_COMM_WORLD_RANK"] == "2":
-        raise RuntimeError("boom")
+    _, early, case = case.rpartition("early ")
+    if early and os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+        misbehave(case)
     with kv.create("dist_sync") as store:
         me, last = store.rank, store.rank == store.num_workers - 1
         store.init("w", np.zeros(2))

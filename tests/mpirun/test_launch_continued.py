@@ -67,13 +67,20 @@ def test_the_others_go_on(mpi: Mpi, tmp_path: Path, workers: int, servers: int, 
 
 @pytest.mark.parametrize(
     ("case", "status", "goes_on"),
-    [("exit", 0, True), ("raise", 1, False), ("early", 1, False), ("abort", 6, None), ("late", 5, None)],
+    [
+        ("exit", 0, True),
+        ("raise", 1, False),
+        ("abort", 6, None),
+        ("early exit", 3, False),
+        ("early raise", 1, False),
+        ("late", 5, None),
+    ],
 )
 def test_a_rank_that_ends_by_itself(mpi: Mpi, tmp_path: Path, case: str, status: int, goes_on: bool | None) -> None:
     """Its death, which the others survive, its error, which is the job's, or its result. None: both may be said."""
     file = tmp_path / "enough"
     with launched(mpi, *CONTINUE, "-n", "3", "-s", "0", "python", PROGRAM, str(file), case) as running:
-        if case != "early":
+        if not case.startswith("early"):
             ready(running, 3)
         if case == "exit":
             running.wait_for("1 rank is gone: 2 go on")
@@ -82,10 +89,11 @@ def test_a_rank_that_ends_by_itself(mpi: Mpi, tmp_path: Path, case: str, status:
     job = running.result
     job.check(status)
     said = f"worker 2 on \\S+ ended with status {3 if case == 'exit' else status}"
+    said += " before the ranks had a store: the others cannot go on\n" * (case == "early exit")
     assert re.search(f"mpikv launch: {said}", job.output), job.output
     if goes_on is not None:
         assert bool(re.search("; 2 ranks go on", job.output)) == goes_on, job.output
-    assert ("boom" in job.output) == (case in ("raise", "early"))
+    assert ("boom" in job.output) == case.endswith("raise")
 
 
 def test_a_job_that_ends_all_the_same_is_started_again(mpi: Mpi, tmp_path: Path) -> None:

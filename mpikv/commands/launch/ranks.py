@@ -39,6 +39,7 @@ class LaunchedRank:
     status: int | None = None
     asked: bool = False  # it ended after it had been asked to
     raised: bool = False  # it printed a traceback as Python does where it has no store, which would end the job
+    early: bool = False  # it died where the others would go on, but before they had a store
     gone: bool = False  # it died, and the others go on without it
     error: str = ""  # why its command could not be started
     aborted: int = 0  # as `order`: when it printed that it calls MPI_Abort, for others may end before it does
@@ -246,6 +247,8 @@ def ended_badly(rank: LaunchedRank) -> JobEnd:
         how = f"did not start: {rank.error}"
     elif status < 0:
         how = _by_signal(-status)
+    if rank.early:
+        how += " before the ranks had a store: the others cannot go on"
     return JobEnd(exit_status(status) or FAILED, f"{rank.name} on {rank.host} {how}")
 
 

@@ -6,9 +6,10 @@ within 10 s of the event that begins it; `--grace` lengthens the time from SIGTE
 where workers that are asked to end finish their step and save their state first: their settings show it
 (MPIKV_STOP_SIGNALS), or the line in which worker 0 announces it.
 
-Where ranks may go on without those that die, such a rank is let go at once, and the end is that of the others. A signal
-ends no program by itself, so its victim is forgiven. A status may be a result: that of a rank which the store has lost,
-as its survivors say, or which says at the end that something was wrong, and then it is the job's.
+Where ranks may go on without those that die, such a rank is let go at once, and the end is that of the others. They say
+once that they have a store, with which they can: before that they may wait for it in MPI_Init. A signal ends no program
+by itself, so its victim is forgiven. A status may be a result: that of a rank which the store has lost, as its
+survivors say, or which says at the end that something was wrong, and then it is the job's.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ LAST_WORDS_S = 1.0
 KILL_MPIRUN_S = 1.5  # from SIGKILL of the ranks to SIGTERM of mpirun, and from that to its SIGKILL
 IDLE_SERVERS_S = 3.0  # servers end with the last worker's store, so within this time of its process
 LINGERING_S = 5.0  # for an mpirun whose ranks have all reported their end
+NO_STORE_S = 5.0  # from a death to the line in which the others, if they have a store, say that they go on
 START_S = 120.0  # for the ranks of all hosts to report
 TICK_S = 0.25
 READ_BYTES = 1 << 16
@@ -57,7 +59,8 @@ ABORTED = re.compile(
     rb"|mpikv: error: \[rank \d+ of \d+ on \S+\] )",
     re.MULTILINE,
 )
-GONE = re.compile(rb"^mpikv: (\d+) ranks? (?:is|are) gone: \d+ go on$", re.MULTILINE)  # create/survivors.py
+GO_ON = re.compile(rb"^mpikv: when one of \d+ ranks dies, the others go on$", re.MULTILINE)  # create/survivors.py
+GONE = re.compile(rb"^mpikv: (\d+) ranks? (?:is|are) gone: \d+ go on$", re.MULTILINE)  # so does this
 TRACEBACK = re.compile(rb"^Traceback \(most recent call last\):$", re.MULTILINE)
 CALLED_ABORT = b"MPI_ABORT was invoked on rank"  # Open MPI's mpirun
 STOPPING = re.compile(rb"^mpikv: .*: all workers stop after their step$", re.MULTILINE)  # session/stop.py
@@ -104,6 +107,7 @@ class JobWatch:
         self._output = output
         self._limits = limits
         self._continues = continues
+        self._have_store = False  # with which they can
         self._said_gone = 0  # ranks without which the others have said to go on
         self._selector = selectors.DefaultSelector()
         self._connections = Connections(addresses, secret, self.ranks, self._selector)
@@ -179,18 +183,30 @@ class JobWatch:
             self._output.lines(OUT if kind == channel.OUT else ERR, rank.role, rank.number, rank.host, body)
             rank.raised = rank.raised or TRACEBACK.search(body) is not None
             self._said_gone += sum(int(found[1]) for found in GONE.finditer(body))
+            if not self._ending and GO_ON.search(body):
+                self._have_store = True
+                for one in [one for one in self.ranks.values() if one.early]:
+                    self._go_on_without(one)
             if self._ending and STOPPING.search(body):
                 self._let_save()
         elif kind == channel.ENDED and self._goes_on_without(rank):
-            self._go_on_without(rank)
+            if self._have_store:
+                self._go_on_without(rank)
+            else:
+                rank.early = True
+                self._plan.append((time.monotonic() + NO_STORE_S, self._end_after_early_death))
         elif kind == LOST or (kind == channel.ENDED and rank.status != 0):
             self._end_after_failure()
 
     def _goes_on_without(self, rank: LaunchedRank) -> bool:
         return self._continues and not self._ending and leaves_others(rank, list(self.ranks.values()))
 
+    def _end_after_early_death(self) -> None:
+        if not self._have_store:
+            self._end_after_failure()
+
     def _go_on_without(self, rank: LaunchedRank) -> None:
-        rank.gone = True
+        rank.gone, rank.early = True, False
         self._connections.send(channel.BYE, rank)  # mpirun tells the others, once the process above it has ended
         left = sum(one.status is None for one in self.ranks.values())
         others = {0: "the others have ended", 1: "1 rank goes on"}.get(left, f"{left} ranks go on")

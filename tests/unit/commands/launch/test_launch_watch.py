@@ -102,8 +102,9 @@ def forks() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And nobody has last words here for which others would wait."""
+    """And nobody has last words here for which others would wait, but may be late to say that it goes on."""
     monkeypatch.setattr(watch, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(watch, "NO_STORE_S", LEFT_S)
     before = set(descendants(os.getpid()))
     yield
     assert set(descendants(os.getpid())) - before == set()
@@ -215,7 +216,9 @@ def test_a_rank_that_ends_the_job_is_to_blame(line: str, status: int) -> None:
         assert job.run() == (blamed if status else JobEnd(14, f"worker 0 on {host} ended with status 14"))
 
 
-GONE = "mpikv: 1 rank is gone: 1 go on"  # as create/survivors.py says it
+# As create/survivors.py says it
+GO_ON, GONE = "mpikv: when one of 2 ranks dies, the others go on", "mpikv: 1 rank is gone: 1 go on"
+CAN = f'echo "{GO_ON}" >&2; {GO}'  # which may be read after the other's end
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,7 @@ GONE = "mpikv: 1 rank is gone: 1 go on"  # as create/survivors.py says it
 )
 def test_the_others_go_on(capfd: pytest.CaptureFixture[str], dies: str, says: str, status: int) -> None:
     """And learn of it from mpirun, which sees a signal, though the rank has left something running."""
-    job = Job([f'{GO}; echo "{says}" >&2', f"setsid sleep 300 & {dies}"], continues=True)
+    job = Job([f'{CAN}; echo "{says}" >&2', f"setsid sleep 300 & {dies}"], continues=True)
     ended = f"worker 1 on {socket.gethostname()} "
     ended += "was killed by signal 9 (SIGKILL)" if "kill" in dies else "ended with status 3"
     with when((job.folder / "told").exists, job.go):
@@ -245,8 +248,18 @@ def test_mpirun_is_not_waited_for_where_all_have_ended_or_are_gone(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "LINGERING_S", 0.0)
-    assert Job(["true", "kill -9 $$"], continues=True).run(after="wait; sleep 300") == JobEnd(0, "")
+    assert Job([f'echo "{GO_ON}"', "kill -9 $$"], continues=True).run(after="wait; sleep 300") == JobEnd(0, "")
     assert IT_IS_KILLED in capfd.readouterr().err
+
+
+def test_nobody_goes_on_before_there_is_a_store(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "NO_STORE_S", 0.0)
+    end = Job(["sleep 300", "kill -9 $$"], continues=True).run()
+    why = "was killed by signal 9 (SIGKILL) before the ranks had a store: the others cannot go on"
+    assert end == JobEnd(137, f"worker 1 on {socket.gethostname()} {why}")
+    assert not capfd.readouterr().err
 
 
 SUSPENDED = """
@@ -261,13 +274,11 @@ os.kill(os.getpid(), signal.SIGSTOP)
 def test_a_rank_that_is_suspended_is_killed_and_the_others_go_on(capfd: pytest.CaptureFixture[str]) -> None:
     """Whoever is on its host besides."""
     suspends = 'exec $PYTHON -S -c "$PROGRAM"'
-    job = Job([GO, suspends], continues=True, PYTHON=sys.executable, PROGRAM=SUSPENDED)
+    job = Job([CAN, suspends], continues=True, PYTHON=sys.executable, PROGRAM=SUSPENDED)
     with when(lambda: job.watch.ranks[1].gone, job.go):
         assert job.run({"patience_s": 0.1}).status == 0
     said = capfd.readouterr().err
-    assert re.search(
-        r"^\[worker 1 @ \S+\] mpikv: process \d+ on \S+ was suspended for 0.05 s, half of MPIKV_TIMEOUT_S", said
-    )
+    assert re.search(r"\[worker 1 @ \S+\] mpikv: process \d+ on \S+ was suspended for 0.05 s, half of MPIKV_TI", said)
     assert re.search(r"mpikv launch: worker 1 on \S+ was killed by signal 9 \(SIGKILL\); 1 rank goes on\n", said)
 
 
@@ -279,10 +290,10 @@ BOX = "echo MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD"  # O
 @pytest.mark.parametrize(
     ("commands", "before", "status"),
     [
-        (["sleep 300", ENDS_THE_JOB], "", 3),
-        ([f"{GO}; exit 4", "kill -9 $$"], "", 4),  # then nobody is left
-        (["sleep 300", "exit 6"], f"({GO}; {BOX}) &", 6),
-        (["sleep 300", RAISES], "", 1),
+        ([CAN, ENDS_THE_JOB], "", 3),
+        ([f"{CAN}; exit 4", "kill -9 $$"], "", 4),  # then nobody is left
+        ([f"{CAN}; sleep 300", "exit 6"], f"({GO}; {BOX}) &", 6),
+        ([CAN, RAISES], "", 1),
     ],
 )
 def test_nobody_goes_on(capfd: pytest.CaptureFixture[str], commands: list[str], before: str, status: int) -> None:
