@@ -10,7 +10,7 @@ import os
 import sys
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpikv.common.checks import shown, wrong
@@ -192,11 +192,7 @@ def _create_continued(name: str, spec: StoreSpec | None, config: Config, comm: M
         )
 
     def make(comm: MPI.Intracomm, number: int) -> KVStore:
-        served = number and survivors.serves
-
-        def has_role(transport: MpiTransport, processes: Sequence[Process], *, serves: bool) -> None:
-            survivors.began(transport, processes)
-            survivors.serves = serves
+        its_spec = None if number and survivors.serves else spec
 
         def on_fatal(error: BaseException) -> None:
             if not survivors.is_death(error):  # which the next call of the store finds
@@ -205,7 +201,7 @@ def _create_continued(name: str, spec: StoreSpec | None, config: Config, comm: M
         settings = config
         if number:  # roles stay what they are
             settings = config.with_(num_servers=0, test_hosts=min(config.test_hosts, comm.Get_size()))
-        return _made(name, None if served else spec, settings, comm, own=True, on_fatal=on_fatal, has_role=has_role)
+        return _made(name, its_spec, settings, comm, own=survivors.began, on_fatal=on_fatal, has_role=survivors.met)
 
     survivors = MpiSurvivors(comm, config, make)
     try:
@@ -224,18 +220,18 @@ def _made(
     comm: MPI.Intracomm,
     advice: str = "",
     *,
-    own: bool = False,
+    own: Callable[[MpiTransport], None] | None = None,
     on_fatal: Callable[[BaseException], None] = abort.fatal,
     has_role: Callable[..., None] = lambda *_, **__: None,
 ) -> KVStore:
     """The store of a worker. At a server: SystemExit when all workers have closed theirs.
 
-    own: whether `comm` is this store's alone. has_role(transport, processes, serves=): called when this rank knows its
-    role, and the process of each.
+    own: see `open_transport`. has_role(processes, serves=): called when this rank knows its role, and each one's
+    process.
     """
     from mpikv.session.processes import Processes  # noqa: PLC0415
 
-    processes = Processes(comm, config, f"kv.create({name!r})", advice, own=own)
+    processes = Processes(comm, config, f"kv.create({name!r})", advice, own)
     transport = processes.transport
     found = worker_device.find(spec, config, topology(transport.hosts).local_rank[transport.rank])
     try:
@@ -271,7 +267,7 @@ def _made(
     listener = _stop_signals(config)
     store_id = announced[0]["store_id"]
     ranks = [Process(*entry["process"]) for entry in announced]
-    has_role(transport, ranks, serves=transport.rank in roles.servers)
+    has_role(ranks, serves=transport.rank in roles.servers)
     if transport.rank in roles.servers:
         listener.install()
     store = assemble(
@@ -294,8 +290,7 @@ def _made(
     if store is None:
         listener.end()
         raise SystemExit(0)
-    offered.offer(store, store_id, asks=processes.threaded)
-    return store
+    return _watched(store)
 
 
 def _check_servers(name: str, comm: MPI.Intracomm) -> str:
@@ -392,19 +387,20 @@ def _begun(store: KVStore, config: Config) -> KVStore:
     return store
 
 
-def _registered(store: KVStore) -> KVStore:
-    """Close the store at the end of MPI or the interpreter, and end the job instead when the program failed."""
-    activity = store.session.activity
-    unregister = abort.at_end(store.close, lambda: f"{store!r} was open")
-
-    def closed() -> None:
-        unregister()
-        guard = abort.guard()
-        if guard is not None and activity is not None:
-            guard.unwatch(activity)
-
-    store.session.after_close.append(closed)
-    guard = abort.guard()
+def _watched(store: KVStore) -> KVStore:
+    """Let the process's other stores know what this rank does in this one, until its session has ended."""
+    activity, guard = store.session.activity, abort.guard()
     if guard is not None and activity is not None:
         guard.watch(activity)
+        store.session.after_close.append(lambda: guard.unwatch(activity))
+    return store
+
+
+def _registered(store: KVStore) -> KVStore:
+    """Close the store at the end of MPI or the interpreter, and end the job instead when the program failed.
+
+    Until then other processes of this user may ask what its workers do.
+    """
+    store.session.after_close.append(abort.at_end(store.close, lambda: f"{store!r} was open"))
+    offered.offer(store)
     return store

@@ -122,8 +122,8 @@ def assemble(
             raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error
         finally:
             timeline.end()
-        if links is not None:
-            links.close()
+            if links is not None:
+                links.close()
         transport.close()
         return None
     if members.workers_own:

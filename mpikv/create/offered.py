@@ -8,6 +8,7 @@ from typing import Any
 from mpikv.kvstore import KVStore
 from mpikv.observe import endpoint
 from mpikv.placement.members import Members
+from mpikv.session.continued import ContinuedSession
 from mpikv.session.questions import describe
 from mpikv.session.workers import Workers
 
@@ -15,10 +16,10 @@ STORE, SERVER = "store", "server"  # the kinds
 
 
 class StoreOffer:
-    """A worker's side of an open store. asks: whether a thread of its own may ask the other workers."""
+    """A worker's side of an open store. A thread of its own asks the other workers where the store has one, too."""
 
-    def __init__(self, session: Workers, store_id: str, *, asks: bool) -> None:
-        self._session, self._id, self._asks = session, store_id, asks
+    def __init__(self, session: Workers | ContinuedSession) -> None:
+        self._session, self._asks = session, session.threaded
         self._asking = threading.Lock()
 
     def answer(self, *, whole: bool) -> dict[str, Any]:
@@ -28,9 +29,9 @@ class StoreOffer:
             rows = [row._asdict() for row in session.workers()] if whole and self._asks else None
         worker = session.members.worker_hosts[session.rank], session.pid
         doing = describe({"doing": session.activity.text(), "where": session.activity.where()})
-        about = {"kind": STORE, "store": self._id, "type": session.name, "worker": session.rank, "doing": doing}
+        whose = {"kind": STORE, "store": session.activity.store, "type": session.name, "worker": session.rank}
         sizes = {"workers": session.num_workers, "servers": len(session.members.servers)}
-        return {**about, **sizes, "host": worker[0], "asks": self._asks, "rows": rows}
+        return {**whose, "doing": doing, **sizes, "host": worker[0], "asks": self._asks, "rows": rows}
 
     def closing(self) -> None:
         """The store is about to be closed: let a question end that is under way, and ask the others no more."""
@@ -51,10 +52,10 @@ class ServerOffer:
         return self._about
 
 
-def offer(store: KVStore, store_id: str, *, asks: bool) -> None:
+def offer(store: KVStore) -> None:
     """Let other processes of this user on this host ask what the store's workers do, until it is closed."""
-    assert isinstance(store.session, Workers)
-    told = StoreOffer(store.session, store_id, asks=asks)
+    assert isinstance(store.session, (Workers, ContinuedSession))
+    told = StoreOffer(store.session)
     endpoint.OWN.offer(told)
     store.session.before_close.append(told.closing)
     store.session.after_close.append(lambda: endpoint.OWN.withdraw(told))

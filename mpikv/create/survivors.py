@@ -35,7 +35,7 @@ from mpikv.runtime import abort, suspended
 from mpikv.runtime.loaded import mapped_files
 from mpikv.session.continued import AllClosedError, Generation
 from mpikv.session.workers import Workers
-from mpikv.transports.mpi import MpiTransport, wait_for
+from mpikv.transports.mpi import MpiRequest, MpiTransport, wait_for
 
 TAG = 1  # on the first communicator
 CLOSED, LEFT = -1, 1 << 62  # sent in place of the next generation's number
@@ -89,7 +89,8 @@ class MpiSurvivors:
         self._number = -1
         self.serves = False
         self._sent: list[MPI.Request] = []
-        self._transports: list[MpiTransport] = []
+        self._transport: MpiTransport | None = None  # of this generation
+        self._under_way: list[MpiRequest] = []  # of earlier ones
         self._unwatch: Callable[[], None] = lambda: None
 
     def is_death(self, error: BaseException) -> bool:
@@ -105,6 +106,7 @@ class MpiSurvivors:
             if not self._comm.Is_revoked():
                 self._comm.Revoke()
             self._meet()
+            self._let_go()
         self._comm = self._shrunk()
         self._number += 1
         if self._number:
@@ -117,15 +119,27 @@ class MpiSurvivors:
         self._unwatch()
         self._send(CLOSED)
 
-    def began(self, transport: MpiTransport, processes: Sequence[Process]) -> None:
-        """Note what this generation talks over, which is kept for good, since MPI may use its memory after a death; and
-        the processes of its ranks.
-        """
-        if not self._transports and transport.rank == 0 and transport.size > 1:
-            say(f"mpikv: when one of {transport.size} ranks dies, the others go on")
-        self._transports.append(transport)
+    def began(self, transport: MpiTransport) -> None:
+        """Note what this generation talks over."""
+        self._transport = transport
+
+    def met(self, processes: Sequence[Process], *, serves: bool) -> None:
+        """Note the processes of this generation's ranks, and whether this one is a server."""
+        assert self._comm is not None
+        if not self._number and self._comm.Get_rank() == 0 and len(processes) > 1:
+            say(f"mpikv: when one of {len(processes)} ranks dies, the others go on")
+        self.serves = serves
         self._unwatch()
         self._unwatch = suspended.watch(processes, self._config.timeout_s)
+
+    def _let_go(self) -> None:
+        """Keep of the generation that ends the memory that MPI may still use: for good, of what was on its way to the
+        dead. Its communicator stays, too.
+        """
+        if self._transport is not None:
+            self._under_way += self._transport.give_up()
+            self._transport = None
+        self._under_way = [one for one in self._under_way if not one.request.Get_status()]
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._first.Get_size()) if rank != self._first.Get_rank()]

@@ -192,7 +192,7 @@ class ContinuedGroup:
 
     def __init__(self, session: ContinuedSession) -> None:
         self._session = session
-        self.in_turn = CallsInTurn(threaded=session.now.session.threaded)
+        self.in_turn = CallsInTurn(threaded=session.threaded)
         session.before_close.append(self.in_turn.wait)
 
     def run(self, described: Collective, call: str, *, patient: bool = False) -> None:

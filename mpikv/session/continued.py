@@ -14,6 +14,7 @@ Cost: of a call without keys one agreement more; of a push nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,6 +112,7 @@ class ContinuedSession(Session):
         self._inside = threading.local()  # a call of all workers
         self._recovering = threading.RLock()
         self._asks: Callable[[], str | None] | None = None
+        self.after_close.append(lambda: self.now.session.give_up())  # noqa: PLW0108 - that of now
 
     # --- what it is now
 
@@ -135,7 +137,11 @@ class ContinuedSession(Session):
         return self.now.session.pid
 
     @property
-    def activity(self) -> Activity | None:  # type: ignore[override]
+    def threaded(self) -> bool:
+        return self.now.session.threaded
+
+    @property
+    def activity(self) -> Activity:  # type: ignore[override]
         return self.now.session.activity
 
     @property
@@ -228,7 +234,7 @@ class ContinuedSession(Session):
             self.keeper.settle()
             before = self.now.session
             while True:
-                self.now.session.abandon()
+                self.now.session.give_up()
                 self.now = self._regrouped()
                 try:
                     self._begin(before)
@@ -360,10 +366,8 @@ class ContinuedSession(Session):
 
     def end(self) -> None:
         """Close the session of the present generation. Collective, blocks."""
-        try:
+        with contextlib.suppress(AllClosedError):
             self.again(lambda: self.now.strategy.close())  # noqa: PLW0108 - each time that of now
-        except AllClosedError:
-            self.now.session.abandon()
         self._survivors.closed()
 
     def not_given(self) -> Iterator[BaseException]:

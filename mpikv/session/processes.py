@@ -8,7 +8,7 @@ Importing this module initialises MPI.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from mpikv.runtime import abort
 from mpikv.runtime.coming import awaited
 from mpikv.session.agreement import grouped
 from mpikv.transports.memory import ranks_here
-from mpikv.transports.mpi import allgather_bytes, open_transport
+from mpikv.transports.mpi import MpiTransport, allgather_bytes, open_transport
 
 ONE_KIND = "all ranks of a job make a store or are its servers, or all make a process group, which has no servers"
 ONE_KIND += " (mpikv launch -s 0)"
@@ -33,11 +33,17 @@ ONE_KIND += " (mpikv launch -s 0)"
 class Processes:
     """One rank of `comm`. Making it is collective and blocks until all ranks do; StallError where they do not come.
 
-    call: what each of them must call, and `advice` what else to say of one that does not. own: whether `comm` is theirs
-    alone, so that they need no duplicate.
+    call: what each of them must call, and `advice` what else to say of one that does not. own: see `open_transport`.
     """
 
-    def __init__(self, comm: MPI.Intracomm, config: Config, call: str, advice: str = "", *, own: bool = False) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        config: Config,
+        call: str,
+        advice: str = "",
+        own: Callable[[MpiTransport], None] | None = None,
+    ) -> None:
         self._config, self._call, self._advice = config, call, advice
         self._label = f"rank {comm.Get_rank()} of {comm.Get_size()}"
         self.why_no_memory = ""
@@ -45,7 +51,7 @@ class Processes:
         guard = abort.guard()
         others_know = nullcontext() if guard is None else guard.creating(call, world)
         with awaited(call, config.stall_warn_s, world), others_know:
-            self.transport = open_transport(comm, config.timeout_s, self._nobody, own=own)
+            self.transport = open_transport(comm, config.timeout_s, self._nobody, own)
         self.threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def _nobody(self) -> BaseException:

@@ -315,6 +315,14 @@ class Workers(AgreedSession):
             told.clear()
         self.links = self.engine.waker = None
 
+    def give_up(self) -> None:
+        """End without the others, of whom some have died; those that are left have another session."""
+        self.abandon()
+        for call in self.after_close:
+            call()
+        self.after_close.clear()
+        self._forget()
+
     def abandon(self) -> None:
         super().abandon()
         self.engine.stop()

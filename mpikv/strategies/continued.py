@@ -258,6 +258,7 @@ class ContinuedStrategy(LocalStrategy):
         pending = call.start(priority)
         if waits or not pending:
             call.wait(pending)
+            call.release()  # it is made anew for each round, and one through shared memory would be kept
             for one in rounds:
                 self._complete(one)
             return

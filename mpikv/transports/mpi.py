@@ -9,6 +9,7 @@ moved.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -52,15 +53,6 @@ def has_ended(request: MPI.Request, status: MPI.Status | None = None) -> bool:
     death, or a revoked communicator, is known, whatever is still under way of it.
     """
     return bool(request.Get_status(status)) and request.Test(status)
-
-
-class KeptRequest(MpiRequest):
-    """One that is not given up where it has failed."""
-
-    __slots__ = ()
-
-    def test(self) -> bool:
-        return self.request == MPI.REQUEST_NULL or has_ended(self.request)
 
 
 INT_LIMIT = 2**31  # counts from here on need MPI 4, which Open MPI 5 is not
@@ -121,14 +113,13 @@ class PolledRequest(Completion):
 class MpiIncoming:
     """A matched message (MPI_Improbe)."""
 
-    def __init__(self, message: MPI.Message, status: MPI.Status, *, keeps: bool) -> None:
-        self._message, self._keeps = message, keeps
-        self.source = status.Get_source()
-        self.n_bytes = status.Get_elements(MPI.BYTE)
+    def __init__(self, message: MPI.Message, transport: MpiTransport) -> None:
+        self._message, self._transport = message, transport
+        self.source = transport.status.Get_source()
+        self.n_bytes = transport.status.Get_elements(MPI.BYTE)
 
     def receive(self, buf: HostArray) -> Operation:
-        request = start(self._message.Irecv, buf)
-        return KeptRequest(request.request, buf) if self._keeps else request
+        return self._transport.start(self._message.Irecv, buf)
 
 
 class MpiTransport:
@@ -150,7 +141,6 @@ class MpiTransport:
         self._under_way: list[PolledRequest] = []
         self._requests: list[MPI.Request] = []  # of the same, in the same order
         self._at = 0  # the first of those that are looked at next
-        self.before_engine: list[MpiRequest] = []  # of `allgather_bytes`, which an error may have ended
         self._polled_s = 0.0
         self.send: Callable[..., MPI.Request] = comm.Isend
         self._keeps = False  # requests that have failed
@@ -226,9 +216,7 @@ class MpiTransport:
 
     def probe(self, tag: int) -> MpiIncoming | None:
         message = self.comm.Improbe(MPI.ANY_SOURCE, tag, self.status)
-        if message is None:
-            return None
-        return MpiIncoming(message, self.status, keeps=self._keeps)
+        return None if message is None else MpiIncoming(message, self)
 
     def keep_requests(self) -> None:
         """Give up no request before all of its message has gone: ranks may die. See `has_ended`.
@@ -237,10 +225,21 @@ class MpiTransport:
         """
         self._keeps, self.send = True, self.comm.Issend
 
-    def start(self, call: Callable[..., MPI.Request], buf: HostArray, *arguments: int) -> MpiRequest:
-        """A request that whoever starts it tests by itself."""
-        request = start(call, buf, *arguments)
-        return KeptRequest(request.request, buf) if self._keeps else request
+    def start(self, call: Callable[..., MPI.Request], buf: HostArray, *arguments: int) -> Operation:
+        """A request that whoever starts it tests by itself, unless this transport keeps all."""
+        started = start(call, buf, *arguments)
+        return self._polled(started, None) if self._keeps else started
+
+    def give_up(self) -> list[MpiRequest]:
+        """Take back the receives that nothing has come for, once `comm` is revoked. Returns what else MPI has not ended
+        and whose memory it may use until then.
+        """
+        left = [*zip(self._under_way, self._requests, strict=True)]
+        for polled, request in left:
+            if polled.expected is not None:
+                with contextlib.suppress(MPI.Exception):  # another thread has just seen its end
+                    request.Cancel()
+        return [MpiRequest(request, polled.buf) for polled, request in left]
 
     def look(self) -> bool:
         """Raise MPI's error where a rank has died, or the communicator was revoked. Returns False: nothing moved."""
@@ -263,19 +262,23 @@ def wait_for(request: MPI.Request, timeout_s: float, on_timeout: Callable[[], Ba
 
 
 def open_transport(
-    comm: MPI.Intracomm, timeout_s: float, on_timeout: Callable[[], BaseException], *, own: bool = False
+    comm: MPI.Intracomm,
+    timeout_s: float,
+    on_timeout: Callable[[], BaseException],
+    own: Callable[[MpiTransport], None] | None = None,
 ) -> MpiTransport:
-    """A transport over a duplicate of `comm`, or with `own` over itself, where ranks may die.
+    """A transport over a duplicate of `comm`, or where ranks may die over itself, which `own` is told of first.
 
     Collective over `comm`; waits at most `timeout_s` for the other ranks.
     """
-    if not own:
+    if own is None:
         comm, request = comm.Idup()
         wait_for(request, timeout_s, on_timeout)
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     transport = MpiTransport(comm, ())
-    if own:
+    if own is not None:
         transport.keep_requests()
+        own(transport)
     names = allgather_bytes(transport, socket.gethostname().encode(), timeout_s, on_timeout)
     transport.hosts = tuple(name.decode() for name in names)
     return transport
@@ -290,14 +293,13 @@ def allgather_bytes(
     collectives, which give up messages that are under way where a rank has died: Open MPI ends the job then.
     Cost: log2(p) messages of a rank. Source: Bruck et al., IEEE Trans. Parallel Distrib. Syst. 8 (1997).
     """
-    comm, rank, size, begun = transport.comm, transport.rank, transport.size, transport.before_engine
+    comm, rank, size = transport.comm, transport.rank, transport.size
     known = [data]  # of this rank and those behind it
     while len(known) < size:
         step, n = len(known), min(len(known), size - len(known))
         lengths = np.array([len(one) for one in known[:n]], np.int64)
         mine = np.frombuffer(lengths.tobytes() + b"".join(known[:n]), np.uint8)
         sent = transport.start(transport.send, mine, (rank - step) % size, TAG_MEETING)
-        begun.append(sent)
         found: list[MPI.Message] = []
 
         def came(source: int = (rank + step) % size, found: list[MPI.Message] = found) -> bool:
@@ -307,9 +309,8 @@ def allgather_bytes(
 
         wait_until(came, transport.look, timeout_s, on_timeout)
         incoming: HostArray = np.empty(transport.status.Get_elements(MPI.BYTE), np.uint8)
-        begun.append(received := transport.start(found[0].Irecv, incoming))
+        received = transport.start(found[0].Irecv, incoming)
         wait_until(lambda: received.test() and sent.test(), transport.look, timeout_s, on_timeout)  # noqa: B023 - at once
-        begun.clear()
         texts, ends = incoming[8 * n :].tobytes(), np.cumsum([0, *incoming[: 8 * n].view(np.int64)]).tolist()
         known += [texts[begin:end] for begin, end in pairwise(ends)]
     return known[size - rank :] + known[: size - rank]

@@ -147,7 +147,7 @@ def test_a_store_tells_of_all_its_workers(progress: str) -> None:
         store.init("w", np.zeros(3, np.float32))
         store.pull("w")  # the server serves
         if store.rank == 1:
-            offer = StoreOffer(store.session, "an id", asks=progress == "thread")
+            offer = StoreOffer(store.session)
             with OWN.offered(offer):
                 server, said["open"] = offers()
                 offer.closing()
@@ -157,7 +157,7 @@ def test_a_store_tells_of_all_its_workers(progress: str) -> None:
 
     Mode("dist_sync", 3, servers=1).run(body, progress=progress)
     found = said["open"]
-    whose = {"kind": "store", "store": "an id", "type": "dist_sync", "worker": 1, "workers": 3, "servers": 1}
+    whose = {"kind": "store", "store": "", "type": "dist_sync", "worker": 1, "workers": 3, "servers": 1}
     assert {**whose, "host": "localhost"}.items() <= found.items()
     assert "; at test_endpoint.py:" in found["doing"]
     rows = [(row["rank"], row["alive"]) for row in found["rows"] or ()]
