@@ -93,7 +93,7 @@ class Program:
 
     def save(self) -> None:
         if self._optimizer is not None:
-            self.store.save_optimizer_states(f"{self._log.name}-states" if self.store.rank == 0 else "nowhere")
+            self.store.save_optimizer_states(f"{self._log.name}-states")
 
     def _pause(self) -> None:
         time.sleep(random.Random(f"{self.me} {self._n}").choice([0, 0, 0.001, 0.003]))
