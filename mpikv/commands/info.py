@@ -152,6 +152,7 @@ def _mpi_rows(environ: Mapping[str, str]) -> tuple[int, list[Fact]]:
         Fact("started by", str(started_by) if started_by else "itself, without mpirun"),
         Fact("thread level", found.thread_level),
         Fact("fault tolerance", _FAULT_TOLERANCE[found.fault_tolerance]),
+        *_failure_rows(found.fault_tolerance, hosts, config, environ),
         *_device_rows(comm, hosts, config),
         Fact("progress", library.progress(config.progress, found.thread_level)),
         _memory_row(comm, hosts, config),
@@ -200,6 +201,21 @@ _FAULT_TOLERANCE = {
     "built in, off": "built in, off (mpirun --with-ft ulfm switches it on)",
     "on": "on",
 }
+
+
+def _failure_rows(fault_tolerance: str, hosts: list[str], config: Config, environ: Mapping[str, str]) -> Iterator[Fact]:
+    """Say what it takes that ranks go on without those that die, where that is asked for."""
+    if config.on_failure != "continue":
+        return
+    from mpikv.create import survivors  # noqa: PLC0415 - importing it initialises MPI
+
+    try:
+        survivors.check(fault_tolerance, config)
+        survivors.check_hosts(hosts, environ)
+    except ConfigError as error:
+        yield Fact("on failure", str(error), problem=len(hosts) > 1)  # alone it is no mistake yet
+    else:
+        yield Fact("on failure", "the others go on: each worker holds, and updates, all values and optimizer states")
 
 
 def _memory_row(comm: Any, hosts: list[str], config: Config) -> Fact:

@@ -101,6 +101,7 @@ def test_several_ranks_and_settings() -> None:
         ({"MPIKV_NUM_SERVERS": "2"}, "ERROR: 2 servers among 2 ranks leave no worker"),
         ({"MPIKV_INTERFACE": "eth99"}, "ERROR: MPIKV_INTERFACE=eth99: "),
         ({"MPIKV_NUM_SERVERS": "1", "MPIKV_SERVER_PLACEMENT": "hosts"}, "ERROR: MPIKV_SERVER_PLACEMENT=hosts"),
+        ({"MPIKV_ON_FAILURE": "continue"}, "ERROR: MPIKV_ON_FAILURE=continue"),
     ],
 )
 def test_errors_of_a_job(env: dict[str, str], error: str) -> None:
@@ -109,6 +110,20 @@ def test_errors_of_a_job(env: dict[str, str], error: str) -> None:
     assert job.status == 1
     assert job.stdout.count(error) == 1
     assert ("(127.0.0.1/8" in job.stdout) == ("MPIKV_INTERFACE" in env)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(find_mpi("openmpi") is None, reason="Open MPI alone has fault tolerance")
+def test_what_it_costs_to_go_on() -> None:
+    job = mpirun(
+        2,
+        ["python", "-m", "mpikv", "info"],
+        mpi=find_mpi("openmpi"),
+        env={"MPIKV_ON_FAILURE": "continue"},
+        options=["--with-ft", "ulfm"],
+    )
+    assert job.status == 0, job.output
+    assert rows(job.stdout)["on failure"].startswith("the others go on: each worker holds, and updates, all values")
 
 
 def fake_driver(*names: str) -> str:
