@@ -191,7 +191,7 @@ def _create_continued(name: str, spec: StoreSpec | None, config: Config, comm: M
             "one are at its owners alone. mpikv launch --restarts N starts the job again from a snapshot"
         )
 
-    def make(comm: MPI.Intracomm, number: int) -> KVStore:
+    def make(present: MPI.Intracomm, number: int) -> KVStore:
         its_spec = None if number and survivors.serves else spec
 
         def on_fatal(error: BaseException) -> None:
@@ -200,8 +200,9 @@ def _create_continued(name: str, spec: StoreSpec | None, config: Config, comm: M
 
         settings = config
         if number:  # roles stay what they are
-            settings = config.with_(num_servers=0, test_hosts=min(config.test_hosts, comm.Get_size()))
-        return _made(name, its_spec, settings, comm, own=survivors.began, on_fatal=on_fatal, has_role=survivors.met)
+            settings = config.with_(num_servers=0, test_hosts=min(config.test_hosts, present.Get_size()))
+        own, has_role = survivors.began, survivors.met
+        return _made(name, its_spec, settings, present, own=own, on_fatal=on_fatal, has_role=has_role, named=comm)
 
     survivors = MpiSurvivors(comm, config, make)
     try:
@@ -210,6 +211,7 @@ def _create_continued(name: str, spec: StoreSpec | None, config: Config, comm: M
         survivors.closed()
         raise
     store = KVStore(session, ContinuedStrategy(session), on_device=spec is not None and spec.on_device)
+    metrics.start(store, config.metrics, _metrics_name(comm))
     return _begun(_registered(store), config)
 
 
@@ -223,11 +225,12 @@ def _made(
     own: Callable[[MpiTransport], None] | None = None,
     on_fatal: Callable[[BaseException], None] = abort.fatal,
     has_role: Callable[..., None] = lambda *_, **__: None,
+    named: MPI.Intracomm | None = None,
 ) -> KVStore:
     """The store of a worker. At a server: SystemExit when all workers have closed theirs.
 
     own: see `open_transport`. has_role(processes, serves=): called when this rank knows its role, and each one's
-    process.
+    process. named: whose ranks name the files of metrics, default those of `comm`.
     """
     from mpikv.session.processes import Processes  # noqa: PLC0415
 
@@ -285,7 +288,7 @@ def _made(
         store_id=store_id,
         processes=ranks,
         why_no_memory=processes.why_no_memory,
-        metrics_name=_metrics_name(comm),
+        metrics_name=_metrics_name(named or comm),
     )
     if store is None:
         listener.end()

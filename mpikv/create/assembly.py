@@ -156,4 +156,5 @@ def assemble(
     strategy = DistributedStrategy(session, ring, owners)
     session.start(strategy.events())
     store = KVStore(session, strategy, on_device=spec.on_device)
-    return metrics.start(store, members.config.metrics, metrics_name)
+    # Where workers go on after deaths, the program's store writes them, which stands before this one.
+    return metrics.start(store, "" if members.config.on_failure == "continue" else members.config.metrics, metrics_name)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from mpikv.kvstore import KVStore
 from mpikv.observe.metrics import Metric, MetricsFile
 from mpikv.server.core import ServerCore
+from mpikv.session.continued import ContinuedSession
 from mpikv.session.workers import Workers
 from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport
@@ -33,6 +34,7 @@ HELP = {
     "shared_bytes": "Memory of values that the host shares",
     "row_bytes": "Memory of rows and their states",
     "device_bytes": "Memory on the GPU",
+    "generation": "How often the workers have gone on without some of them",
 }
 GAUGES = {"held_bytes", "shared_bytes", "row_bytes", "device_bytes"}
 WAITS = {"waits", "waited_s"}  # that are written call by call
@@ -51,7 +53,7 @@ def of_worker(store: KVStore) -> list[Metric]:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in WAITS
     ]
     found.append(_single("keys", "Keys of the store", len(session.infos)))
-    if isinstance(session, Workers):
+    if isinstance(session, (Workers, ContinuedSession)):
         rounds = "Rounds of the key that this worker has pushed most"
         found.append(_single("rounds", rounds, session.rounds, counter=True))
         calls = sorted(session.waits.spent.by_call.items())

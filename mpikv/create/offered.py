@@ -16,27 +16,28 @@ STORE, SERVER = "store", "server"  # the kinds
 
 
 class StoreOffer:
-    """A worker's side of an open store. A thread of its own asks the other workers where the store has one, too."""
+    """A worker's side of an open store."""
 
     def __init__(self, session: Workers | ContinuedSession) -> None:
-        self._session, self._asks = session, session.threaded
+        self._session, self._closing = session, False
         self._asking = threading.Lock()
 
     def answer(self, *, whole: bool) -> dict[str, Any]:
         """This worker, and with `whole` a list of all."""
         session = self._session
         with self._asking:
-            rows = [row._asdict() for row in session.workers()] if whole and self._asks else None
+            asks = session.can_ask and not self._closing
+            rows = [row._asdict() for row in session.workers()] if whole and asks else None
         worker = session.members.worker_hosts[session.rank], session.pid
         doing = describe({"doing": session.activity.text(), "where": session.activity.where()})
         whose = {"kind": STORE, "store": session.activity.store, "type": session.name, "worker": session.rank}
         sizes = {"workers": session.num_workers, "servers": len(session.members.servers)}
-        return {**whose, "doing": doing, **sizes, "host": worker[0], "asks": self._asks, "rows": rows}
+        return {**whose, "doing": doing, **sizes, "host": worker[0], "asks": asks, "rows": rows}
 
     def closing(self) -> None:
         """The store is about to be closed: let a question end that is under way, and ask the others no more."""
         with self._asking:
-            self._asks = False
+            self._closing = True
 
 
 class ServerOffer:
@@ -44,7 +45,7 @@ class ServerOffer:
 
     def __init__(self, members: Members, number: int, store_id: str) -> None:
         sizes = {"workers": len(members.workers), "servers": len(members.servers)}
-        doing = f"server {number} of {sizes['servers']}, for {sizes['workers']} workers"
+        doing = f"server {number} of {sizes['servers']}, for {sizes['workers']} worker{'s' * (sizes['workers'] != 1)}"
         self._about = {"kind": SERVER, "store": store_id, "doing": doing, **sizes}
 
     def answer(self, *, whole: bool) -> dict[str, Any]:

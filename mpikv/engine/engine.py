@@ -88,7 +88,7 @@ class Engine:
         self._services: list[Running[Any]] = []
         self._callers = 0  # threads inside `wait`, which step by themselves
         self._wake = threading.Event()
-        self._stopped = False
+        self.stopped = False
         self.waker: Any = None  # where others of this host can wake this rank (waker.py)
         self.serves = False  # they expect answers while no caller waits
         self.failure: BaseException | None = None  # what ended a service, or was interrupted; later waits raise it
@@ -243,7 +243,7 @@ class Engine:
     def _work(self) -> None:
         backoff = Backoff(IDLE_NAP_S, clock=self.clock)
         usual_s = None  # the user's switch interval, while ours is in force
-        while not self._stopped:
+        while not self.stopped:
             with self.lock:
                 busy = bool(self._running) and self._callers == 0
             if busy and sys.getswitchinterval() > BUSY_SWITCH_S:
@@ -271,7 +271,7 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread and give up what still runs. Idempotent. MpikvError where the thread does not end."""
-        self._stopped = True
+        self.stopped = True
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(STOP_S)

@@ -188,6 +188,10 @@ class ContinuedSession(Session):
     def workers(self) -> list[WorkerStatus]:
         return self.now.session.workers()
 
+    @property
+    def can_ask(self) -> bool:
+        return self.now.session.can_ask
+
     def serve_in(self, slot: int, optimizer: Optimizer | None, infos: Sequence[KeyInfo]) -> None:
         """Note which optimizer serves which keys, in the slot that all workers have agreed on. Local."""
         if optimizer is not None:
@@ -233,15 +237,16 @@ class ContinuedSession(Session):
                 return
             self.keeper.settle()
             before = self.now.session
-            while True:
-                self.now.session.give_up()
-                self.now = self._regrouped()
-                try:
-                    self._begin(before)
-                    break
-                except Exception as error:
-                    if not self._survivors.is_death(error):
-                        raise
+            with before.activity.during("a recovery"):
+                while True:
+                    self.now.session.give_up()
+                    self.now = self._regrouped()
+                    try:
+                        self._begin(before)
+                        break
+                    except Exception as error:
+                        if not self._survivors.is_death(error):
+                            raise
         for call in self.on_change:
             call()
 

@@ -163,6 +163,11 @@ class Workers(AgreedSession):
     def workers(self) -> list[WorkerStatus]:
         return self.waits.workers()
 
+    @property
+    def can_ask(self) -> bool:
+        """Whether a thread beside the program's may call `workers`."""
+        return self.threaded and not self.engine.stopped
+
     # --- calls that are about no key
 
     def decide(self, call: str, attempt: Callable[[], Any] | None) -> Any:

@@ -5,6 +5,7 @@ The last worker misbehaves after some rounds; `early CASE`: before it has a stor
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -13,6 +14,8 @@ import time
 import numpy as np
 
 from mpikv import kv
+from mpikv.runtime import abort
+from mpikv.session.workers import Workers
 
 
 def misbehave(case: str) -> None:
@@ -43,6 +46,10 @@ def main(file: str, case: str = "") -> None:
             if last and rounds == 3:
                 misbehave(case)
             time.sleep(0.01)
+        # Nothing is left of earlier generations.
+        gc.collect()
+        assert [one for one in gc.get_objects() if isinstance(one, Workers)] == [store.session.now.session]
+        assert abort.guard().activities[1:] == [store.session.activity]
         print(f"worker {me} ends as one of {store.num_workers}")
     if last and case == "late":
         sys.exit(5)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from jobs import Mpi, Running, text
 from test_launch import LIMIT_S, launch, launched, parent
+from test_top_jobs import top
 
 PROGRAM = str(Path(__file__).with_name("going_on.py"))
 CONTINUE = ("--on-failure", "continue")
@@ -37,12 +38,12 @@ def server(running: Running) -> int:
 
 @pytest.mark.parametrize(
     ("workers", "servers", "victims"),
-    [(3, 0, ["worker 1"]), (3, 0, ["worker 0"]), (2, 1, ["server 0"]), (4, 0, ["worker 1", "worker 3"])],
+    [(3, 1, ["worker 1"]), (3, 0, ["worker 0"]), (2, 1, ["server 0"]), (4, 0, ["worker 1", "worker 3"])],
 )
 def test_the_others_go_on(mpi: Mpi, tmp_path: Path, workers: int, servers: int, victims: list[str]) -> None:
     file = tmp_path / "enough"
     words = ("-n", str(workers), "-s", str(servers), "python", PROGRAM, str(file))
-    with launched(mpi, *CONTINUE, *words) as running:
+    with launched(mpi, *CONTINUE, *words, env={"MPIKV_METRICS": str(tmp_path)}) as running:
         pids = {f"worker {i}": pid for i, pid in enumerate(ready(running, workers))}
         if servers:
             pids["server 0"] = server(running)
@@ -51,6 +52,13 @@ def test_the_others_go_on(mpi: Mpi, tmp_path: Path, workers: int, servers: int, 
         for one in victims:
             running.wait_for(rf"mpikv launch: {one} on \S+ was killed by signal 9 \(SIGKILL\); \d ranks go on\n")
         running.wait_for(rf"gone: {left} go on")
+        survivors = {f"worker {i}" for i in range(workers)} - set(victims)
+        n_servers = left - len(survivors)
+        sizes = f"{len(survivors)} workers, {n_servers} server{'s' * (n_servers != 1)}"
+        _, output = top(str(running._process.pid), says=sizes)
+        assert re.findall(r"^dist_sync: (.*)", output, re.MULTILINE) == [sizes]
+        rows = re.findall(r"^ +\d+ \S+ +(\d+) +\d+\.\d ", output, re.MULTILINE)
+        assert sorted(map(int, rows)) == sorted(pids[one] for one in survivors), output
         segments = list(running._backing.iterdir())
         assert segments
         file.touch()
@@ -58,7 +66,8 @@ def test_the_others_go_on(mpi: Mpi, tmp_path: Path, workers: int, servers: int, 
         assert not any(path.exists() for path in segments)
     job = running.result
     job.check()
-    survivors = {f"worker {i}" for i in range(workers)} - set(victims)
+    up = [re.findall(r'^mpikv_up{(\w+)="(\d)",store="0"} (\d)$', text(one), re.M) for one in tmp_path.glob("*.prom")]
+    assert sorted(up) == sorted([(*one.split(), str(int(one in victims)))] for one in pids)
     assert set(re.findall(r"(worker \d) ends as one of (\d)", job.output)) == {
         (one, str(len(survivors))) for one in survivors
     }
