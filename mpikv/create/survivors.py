@@ -32,6 +32,7 @@ from mpikv.kvstore import KVStore
 from mpikv.observe.program import Process
 from mpikv.observe.stall import say
 from mpikv.runtime import abort, suspended
+from mpikv.runtime.coming import awaited
 from mpikv.runtime.loaded import mapped_files
 from mpikv.session.continued import AllClosedError, Generation
 from mpikv.session.workers import Workers
@@ -78,9 +79,16 @@ class MpiSurvivors:
 
     def __init__(self, comm: MPI.Intracomm, config: Config, make: Make) -> None:
         self._config, self._make = config, make
+        world = MPI.Group.Translate_ranks(comm.Get_group(), None, MPI.COMM_WORLD.Get_group())
+
+        def nobody() -> StallError:
+            return StallError(f"rank {comm.Get_rank()} of {comm.Get_size()} waited {config.timeout_s:g} s in kv.create "
+                              "for the other ranks of its communicator: every one of them must call it")  # fmt: skip
+
         try:
-            self._first, request = comm.Idup()
-            wait_for(request, config.timeout_s, lambda: StallError("kv.create: not all ranks came"))
+            with awaited("kv.create", config.stall_warn_s, world):
+                self._first, request = comm.Idup()
+                wait_for(request, config.timeout_s, nobody)
         except MPI.Exception:
             raise PeerError("kv.create: a rank has died before all had come to it: the others cannot go on") from None
         self._first.Set_errhandler(MPI.ERRORS_RETURN)
