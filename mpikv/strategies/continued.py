@@ -7,8 +7,11 @@ is under way: each worker keeps what it has brought to a round until it has the 
 
 A worker makes one round of a key after the other: a second push of a key waits for the round before it.
 
+What codecs of pushes hold of earlier rounds goes on in the next generation; of a round that is made again, what they
+held before it, since it is encoded again. Those on GPUs begin anew, as do owners' codecs of answers.
+
 Cost: values, states and their updates once on each worker, as in data-parallel training without owners; a copy of what
-is pushed; no message more.
+is pushed, and of its codec's state; no message more.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ def pickled_copy(optimizer: Optimizer) -> Optimizer:
 class KeptRound:
     """A round that this worker has opened: what it brings to it, and where the sum comes.
 
-    attributes: of the key's optimizer, when it was pushed. weights: see `Strategy`. sinks: where its value goes.
+    attributes: of the key's optimizer, when it was pushed. weights: see `Strategy`. owed: what this worker's codec held
+    before it. sinks: where its value goes.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class KeptRound:
     ) -> None:
         self.info, self.total, self.op, self.attributes, self.weights = info, total, op, attributes, weights
         self.sum: SpaceArray
+        self.owed: Sequence[StateRecord]
         self.transfer: Pending | None = None  # in the present generation; None: it has none yet, or the caller waits
         self.sinks: list[Sink] = []
         self.done = False
@@ -137,6 +142,7 @@ class ContinuedStrategy(LocalStrategy):
         self._numbers: dict[tuple[int, str], int] = {}  # of attributes, by slot and text
         self._next_number = itertools.count(1)
         self._before = session.attributes  # the log of the generation that has ended
+        self._encodes = session.now.strategy  # of the last generation that has got what this worker's codecs hold
         self._lock = threading.RLock()
         session.keeper = self
 
@@ -241,6 +247,7 @@ class ContinuedStrategy(LocalStrategy):
         served = self.session.attributes.slots.get(slot)
         attributes = None if served is None else served.optimizer.attributes()
         round_ = KeptRound(info, total, op, attributes, self.weights)
+        round_.owed = self._encodes.owed(info.key)
         with self._lock:
             self._rounds[info.key].begin()
             self._open[info.key] = round_
@@ -379,6 +386,10 @@ class ContinuedStrategy(LocalStrategy):
             self._give(
                 {new.key: new for new in new}, [key for key, worker in giving.items() if worker == now.session.rank]
             )
+        rounds = {key: self._open.get(key) for key in self._known}
+        owed = [self._encodes.owed(key) if round_ is None else round_.owed for key, round_ in rounds.items()]
+        now.strategy.take_codec_states([*itertools.chain(*owed)])
+        self._encodes = now.strategy
         for round_ in tuple(self._open.values()):
             with self.session.attributes.pushed_under(self.session.slot_of(round_.info), round_.attributes):
                 self._send([round_])

@@ -225,6 +225,10 @@ class DistributedStrategy(Strategy):
     def codec_states(self, call: str) -> list[StateRecord]:
         return self.owners.codec_states(call)
 
+    def owed(self, key: Key) -> list[StateRecord]:
+        """What this worker's codec holds of a key in host memory, in copies. Local."""
+        return self.owners.owed(key)
+
     def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
         self.owners.take_codec_states(parts)
 

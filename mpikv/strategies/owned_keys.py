@@ -330,6 +330,17 @@ class OwnedKeys:
             for begin, end, state in key.codec_states()
         ]
 
+    def owed(self, key: Key) -> list[StateRecord]:
+        """The states of a key's codec as they are now, in copies. Local."""
+        info = self._session.infos.get(key)
+        found = None if info is None or info.space != HOST else self._keys.get(info.id)
+        if found is None or found.sends_uncompressed:
+            return []
+        return [
+            record_of(found.info, begin, end, {name: value.copy() for name, value in state.items()})
+            for begin, end, state in found.codec_states()
+        ]
+
     def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
         pieces: dict[Key, dict[tuple[int, int], Any]] = {}
         for part in parts:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from store_modes import ADDING, HYBRID, MESSAGES, ONE_HOST, SERVERS, THREE_HOSTS, TWO_HOSTS, Mode
 
 from mpikv import optimizers
+from mpikv.codecs import create
 from mpikv.testing.reference import ReferenceStore
 from mpikv.transports.faulty import Deaths, Faults
 
@@ -327,3 +328,55 @@ def test_survivors_have_what_the_reference_store_has(job: Job) -> None:
     n, seen = results[min(survivors)]
     assert all(results[i] == (n, seen) for i in survivors)
     explained(program[:n], mode.workers, survivors, seen, loses=bool(dying))
+
+
+# --- what codecs have lost
+
+CODED = (
+    *(Mode("dist_sync", 3, 0, "owners", memory="off"), Mode("dist_sync", 3, 1), Mode("dist_sync", 4, 2, memory="off")),
+    *(Mode("dist_sync", 4, hosts="aabb"), Mode("dist_sync", 3, hosts="abc"), Mode("dist_sync", 3)),
+)
+CODEC: dict[str, Any] = {"type": "2bit", "threshold": 1.0}
+ROUNDS, ELEMS, KEYS = 10, 50, ("v", "w")
+
+
+def pushed(worker: int, round_: int, key: str, victim: int) -> Any:
+    """What no push sends whole. The victim brings nothing, so that it does not matter which rounds it was in."""
+    step = 7 * np.arange(ELEMS) + 3 * worker + 5 * round_ + ord(key)
+    return (step % 11 - 5).astype(np.float32) * (worker != victim) / 8
+
+
+@settings(max_examples=examples(90))
+@given(st.sampled_from(CODED), st.integers(0, 5), st.integers(0, ROUNDS - 1), st.integers(1, 40), st.booleans())
+def test_survivors_send_what_their_codecs_have_lost(mode: Mode, victim: int, at: int, calls: int, sends: bool) -> None:
+    """Each sum is that of what the codecs of those that are left make of all that these have pushed. at: the round in
+    which a worker dies, or a server.
+    """
+    victim %= mode.workers + mode.servers
+    deaths = Deaths()
+
+    def body(store: Any) -> list[Any]:
+        me, found = store.rank, []
+        store.set_gradient_compression({**CODEC, "force": True})
+        store.init(KEYS, [np.zeros(ELEMS, np.float32) for _ in KEYS])
+        for round_ in range(ROUNDS):
+            if round_ == at and me == victim % mode.workers:
+                members = store.session.members
+                deaths.die_in([*members.workers, *members.servers][victim], calls, sends=sends)
+            outs = [np.zeros(ELEMS, np.float32) for _ in KEYS]
+            values = [pushed(me, round_, key, victim) for key in KEYS]
+            for request in map(store.pushpull_async, KEYS, values, outs):
+                request.wait()
+            found.append(outs)
+        return found
+
+    results = mode.run_continued(body, deaths, Faults)
+    codec, decoded = create(CODEC), np.zeros(ELEMS, np.float32)
+    states = {(worker, key): codec.init(ELEMS) for worker in range(mode.workers) for key in KEYS}
+    for round_ in range(ROUNDS):
+        for i, key in enumerate(KEYS):
+            total = np.zeros(ELEMS, np.float32)
+            for worker in range(mode.workers):
+                codec.decode(codec.encode(pushed(worker, round_, key, victim), states[worker, key]), decoded)
+                total += decoded
+            assert all(result is None or (result[round_][i] == total).all() for result in results)
