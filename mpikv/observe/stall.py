@@ -67,8 +67,8 @@ def stall_text(
 ) -> str:
     """Make the text, one paragraph.
 
-    arrived, missing: what each of these ranks is doing, by its label; silent: the ranks that did not answer at all.
-    why: there is no hope for this wait, whatever the limit.
+    arrived, missing: what each of these ranks is doing, by its label; silent: those that did not answer at all,
+    with what is known of them. why: there is no hope for this wait, whatever the limit.
     """
     lines = [f"{me} waited {timeout_s:g} s in {waiting}."]
     if waiting.owners and not missing:
@@ -76,7 +76,7 @@ def stall_text(
     if missing:
         lines.append("Not arrived: " + "; ".join(f"{label} ({doing})" for label, doing in missing.items()) + ".")
     if silent:
-        lines.append("Out of reach: " + ", ".join(silent) + " (stopped, swapped out, or in a long call into C).")
+        lines.append("Out of reach: " + ", ".join(silent) + ".")
     if arrived:
         lines.append("Arrived: " + ", ".join(arrived) + ".")
     if missing:

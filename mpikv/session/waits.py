@@ -27,6 +27,7 @@ from mpikv.session.stalls import Stalls, kind_of
 
 FIRST_S = 0.05  # all workers of a synchronous store get their last values within milliseconds of each other
 LAST_S = 1.0  # how long a worker may wait in vain
+UNKNOWN = "stopped, swapped out, or in a long call into C"  # of a worker of another host that does not answer
 ANSWER_S = 2.0  # how long a report waits for answers; a listening rank answers within some milliseconds
 
 
@@ -216,8 +217,7 @@ class Waits:
             if worker == messages.workers.rank:
                 continue
             if answer is None:
-                state = self.questions.state(worker)
-                silent.append(name + (f" ({state})" if state else ""))
+                silent.append(f"{name} ({self.questions.state(worker) or UNKNOWN})")
                 continue
             doing = describe(answer)
             if waiting.round is not None:
