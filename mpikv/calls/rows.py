@@ -41,6 +41,13 @@ class _Filled:
         self._request, self._values, self._sink = pending.request, values, sink
         self._done = False
 
+    def pending(self) -> Pending | None:
+        """See `UnderWay`."""
+        found: Pending | None = self._request.pending()  # type: ignore[attr-defined]
+        if found is None:
+            self.test()
+        return found
+
     def test(self) -> bool:
         if not self._done and self._request.test():
             self._sink.deliver(self._values.reshape(-1))

@@ -116,6 +116,15 @@ class RowTable:
         self._values = _grown(self._values, self._positions.count)
         self._values[positions] = rows
 
+    def ids(self) -> Ids:
+        """Return the ids of the rows that exist, sorted."""
+        return np.arange(self.begin, self.end) if self._positions is None else self._positions.in_order()[0]
+
+    def take(self, ids: Ids, rows: HostArray) -> None:
+        """Replace the value by another rank's of a later round."""
+        self._note_changed(np.union1d(ids, self.ids()))
+        self.replace(ids.copy(), rows.reshape(ids.size, self.columns).copy())
+
     @property
     def n_rows(self) -> int:
         """How many rows exist."""
@@ -153,8 +162,7 @@ class RowTable:
         self._updates += 1
         if self._watchers:
             if self._optimizer is None:  # all other rows become zero
-                all_ids = np.arange(self.begin, self.end)
-                ids = np.union1d(ids, all_ids if self._positions is None else self._positions.in_order()[0])
+                ids = np.union1d(ids, self.ids())
             self._changed.append((self._updates, ids))
 
     def changed(self, watcher: int) -> Ids:

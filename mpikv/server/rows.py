@@ -123,11 +123,11 @@ class RowShard:
     # --- pulls
 
     def pull(self, worker: int, header: Header, written: HostArray) -> list[Event]:
-        """Answer a pull now, or when the round that it needs is done: with given rows, or those that have changed."""
-        changed = header.kind == wire.ROWS_CHANGED
-        self._pulls.append(
-            (worker, header, None if changed else row_ids.decode(written, self._n_rows)[0] + self._begin)
-        )
+        """Answer a pull now, or when the round that it needs is done: with given rows, those that have changed, or all
+        that exist.
+        """
+        given = header.kind == wire.ROWS_PULL
+        self._pulls.append((worker, header, row_ids.decode(written, self._n_rows)[0] + self._begin if given else None))
         return self._answer()
 
     def _answer(self) -> list[Event]:
@@ -136,13 +136,13 @@ class RowShard:
             if counts and self._version < header.round:
                 later.append((worker, header, ids))
             else:
-                data = self._changed(worker) if ids is None else self.table.rows(ids).reshape(-1)
+                data = self._found(worker, header.kind) if ids is None else self.table.rows(ids).reshape(-1)
                 events.append(ServerReply(worker, header.reply_tag, data, header.priority))
         self._pulls = later
         return events
 
-    def _changed(self, worker: int) -> HostArray:
-        ids = self.table.changed(worker)
+    def _found(self, worker: int, kind: int) -> HostArray:
+        ids = self.table.changed(worker) if kind == wire.ROWS_CHANGED else self.table.ids()
         rows = self.table.rows(ids).reshape(-1).view(np.uint8)
         return np.concatenate([row_ids.encode(ids - self._begin, self._n_rows), rows])
 

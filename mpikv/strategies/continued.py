@@ -21,7 +21,7 @@ import itertools
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -31,11 +31,12 @@ from mpikv.arrays.as_numpy import HostArray, dtype_of, sum_dtype
 from mpikv.arrays.reductions import SUM, Reduction
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
-from mpikv.errors import ConfigError, MpikvError, ShapeMismatch, UnsupportedError
+from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers import archive
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, KEPT_ATTRIBUTES, Owner
+from mpikv.optimizers.row_table import RowTable
 from mpikv.optimizers.states import StateRecord, on_host
 from mpikv.optimizers.states_file import KIND, InMemory, load_states, packed
 from mpikv.optimizers.step import State
@@ -46,6 +47,7 @@ from mpikv.session.base import NewKey, Pending
 from mpikv.session.continued import RECOVERY, ContinuedSession
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, wait_for_all
+from mpikv.strategies.continued_rows import ContinuedRows, added, rows_of
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.states import LOAD
 
@@ -78,6 +80,7 @@ class KeptRound:
     ) -> None:
         self.info, self.total, self.op, self.attributes, self.weights = info, total, op, attributes, weights
         self.sum: SpaceArray
+        self.rows: Callable[[], RowSparse]  # of a row-sparse key: gives the sum, once it has come
         self.owed: Sequence[StateRecord]
         self.transfer: Pending | None = None  # in the present generation; None: it has none yet, or the caller waits
         self.sinks: list[Sink] = []
@@ -128,11 +131,15 @@ class Served(NamedTuple):
 class ContinuedStrategy(LocalStrategy):
     """A local strategy, whose pushes are sums over the workers."""
 
+    rows: ContinuedRows
+
     def __init__(self, session: ContinuedSession) -> None:
         super().__init__(session)
         self.session = session
         self.again = session.again
         self._owner = Owner(session.spaces)
+        self.rows = ContinuedRows(self, self._owner)
+        self._tables = self.rows.tables
         self._rounds: dict[Key, Rounds] = {}
         self._open: dict[Key, KeptRound] = {}
         self._contributors: dict[Key, Sequence[int]] = {}  # of the last round that is complete
@@ -149,10 +156,6 @@ class ContinuedStrategy(LocalStrategy):
     # --- keys
 
     def init(self, values: Sequence[NewKey]) -> None:
-        if any(isinstance(new.value, RowSparse) for new in values):
-            raise UnsupportedError(
-                "init: row-sparse keys are at their owners alone, of which none may be lost: not with MPIKV_ON_FAILURE"
-            )
         error = self.again(lambda: self._init([new for new in values if new.key not in self._known]))
         for new in values:
             info = self._known.get(new.key)
@@ -184,14 +187,27 @@ class ContinuedStrategy(LocalStrategy):
         return error
 
     def _add(self, new: NewKey) -> None:
-        info = KeyInfo(new.key, len(self._known), new.shape, new.value.dtype, space=new.space)
+        info = KeyInfo(new.key, len(self._known), new.shape, new.value.dtype, space=new.space, sparse=new.sparse)
+        self.session.any_sparse |= new.sparse
         self._known[new.key], self._rounds[new.key], self._early[new.key] = info, Rounds(), new
+        if new.sparse:
+            self._tables[info.id] = RowTable(info, 0, new.shape[0])
 
     def _fetch(self, keys: Sequence[NewKey]) -> None:
         """Take worker 0's values of keys that have none here yet. Blocks until it has come to their `init`."""
         if not keys:
             return
         now, spaces = self.session.now, self.session.spaces
+        for new in (one for one in keys if one.sparse):
+            pending, rows = rows_of(now, new.key)
+            now.session.wait(pending)
+            if new.key not in self._known:
+                self._add(new)
+            table, first = self._tables[self._known[new.key].id], rows()
+            table.take(first.indices, first.values)
+            self._has_value(new.key, table)
+        if not (keys := [one for one in keys if not one.sparse]):
+            return
         infos = [now.session.infos[new.key] for new in keys]
         buffers = [spaces.of(info).empty(info.n_elems, info.dtype) for info in infos]
         sinks = [Sink(info, [buffer], spaces) for info, buffer in zip(infos, buffers, strict=True)]
@@ -258,6 +274,10 @@ class ContinuedStrategy(LocalStrategy):
         if not rounds:
             return
         now, entries = self.session.now, []
+        if rounds[0].info.sparse:
+            (one,) = rounds
+            one.transfer, one.rows = added(now, one.info.key, one.total, priority)
+            return
         for one in rounds:
             one.sum = self.session.spaces.of(one.info).empty(one.total.size, one.total.dtype)
             entries.append(Entry(now.session.infos[one.info.key], one.total, None, (one.sum,)))
@@ -290,8 +310,11 @@ class ContinuedStrategy(LocalStrategy):
                 return
             info = round_.info
             self._contributors[info.key] = self.session.numbers
-            total = self.session.spaces.of(info).cast(round_.sum, sum_dtype(info.dtype))
-            self._owner.apply(info, self._stored[info.id], total, self._number(round_))
+            if info.sparse:
+                self.rows.update(info, round_.rows(), self._number(round_))
+            else:
+                total = self.session.spaces.of(info).cast(round_.sum, sum_dtype(info.dtype))
+                self._owner.apply(info, self._stored[info.id], total, self._number(round_))
             self._rounds[info.key].complete()
             self._end(round_)
 
@@ -367,16 +390,19 @@ class ContinuedStrategy(LocalStrategy):
         self._before = self.session.attributes
 
     def report(self) -> dict[str, Any]:
-        described = [(info.key, list(info.shape), str(info.dtype), info.space) for info in self._known.values()]
+        described = [
+            (info.key, list(info.shape), str(info.dtype), info.space, info.sparse) for info in self._known.values()
+        ]
         return {"keys": [[*one, EARLY if one[0] in self._early else self._rounds[one[0]].done] for one in described]}
 
     def catch_up(self, reports: Sequence[Mapping[str, Any]]) -> None:
         now, spaces = self.session.now, self.session.spaces
         keys = {key: rest for report in reports for key, *rest in report["keys"]}
         new = []
-        for key, (shape, dtype, space, _) in keys.items():
-            value = spaces.by_name(space).zeros(math.prod(shape), dtype_of(dtype))
-            new.append(NewKey(key, tuple(shape), value, space))
+        for key, (shape, name, space, sparse, _) in keys.items():
+            dtype = dtype_of(name)
+            value = RowSparse.zeros(shape, dtype) if sparse else spaces.by_name(space).zeros(math.prod(shape), dtype)
+            new.append(NewKey(key, tuple(shape), value, space, sparse))
         if new:
             now.strategy.init(new)  # in the same order everywhere
         for served in self._served[: max(report["ended"].get(SET, 0) for report in reports)]:
@@ -399,9 +425,11 @@ class ContinuedStrategy(LocalStrategy):
         session, spaces = self.session.now.session, self.session.spaces
         given = []
         for info in (self._known[key] for key in mine):
-            state = self._owner.states.get(info.id)
-            early = self._early.get(info.key)
-            value = spaces.of(info).to_host(self._stored[info.id] if early is None else early.value)
+            state, early = self._owner.states.get(info.id), self._early.get(info.key)
+            if info.sparse:
+                value, state = self.rows.given(info, early)
+            else:
+                value = [spaces.of(info).to_host(self._stored[info.id] if early is None else early.value)]
             of_key = [info.key, self._rounds[info.key].done, [*self.contributors(info.key)]]
             given.append([*of_key, value, None if state is None else on_host(state)])
         gathered = session.gather(RECOVERY, archive.to_bytes(KIND_OF_VALUES, {"given": given}))
@@ -417,17 +445,20 @@ class ContinuedStrategy(LocalStrategy):
                     self._contributors[key] = contributors
                     self._take(self._known[key], done, value, state)
 
-    def _take(self, info: KeyInfo, done: int, value: HostArray, state: State | None) -> None:
+    def _take(self, info: KeyInfo, done: int, value: Sequence[HostArray], state: State | None) -> None:
         """Take the value of a round from another survivor, which has completed it."""
         with self._lock:
             space = self.session.spaces.of(info)
             if info.key in self._early:
-                self._has_value(info.key, space.empty(info.n_elems, info.dtype))
-            space.copy(self._stored[info.id], space.from_host(value))
-            if state is None:
-                self._owner.states.pop(info.id, None)
+                none = self._tables[info.id] if info.sparse else space.empty(info.n_elems, info.dtype)
+                self._has_value(info.key, none)
+            if info.sparse:
+                self.rows.take(info, value, state)
             else:
-                self._owner.set_state(info, state)
+                space.copy(self._stored[info.id], space.from_host(*value))
+                self._owner.states.pop(info.id, None)
+                if state is not None:
+                    self._owner.set_state(info, state)
             if self._rounds[info.key].catch_up(done):
                 self._end(self._open[info.key])
 

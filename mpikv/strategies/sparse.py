@@ -155,10 +155,16 @@ class RowClient:
         yield from receives
         client.reply_tags.give(tags)
 
-    def changed(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+    def there(self, info: KeyInfo) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """As `changed`: all rows that exist."""
+        return self.changed(info, 0, wire.ROWS_THERE)
+
+    def changed(
+        self, info: KeyInfo, priority: int, kind: int = wire.ROWS_CHANGED
+    ) -> tuple[list[Pending], Callable[[], RowSparse]]:
         """See `Strategy.changed_rows`. Answers may have any length."""
         key, session, client = self._keys[info.id], self._session, self._client
-        header = wire.Header(wire.ROWS_CHANGED, info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
+        header = wire.Header(kind, info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
         wait_for_tags(session, client, len(key.owners))
         name = f"changed rows of key {shown(info.key)}"
         answers = [session.engine.start(client.ask(owner, header, None), name) for owner in key.owners]

@@ -18,7 +18,7 @@ from mpikv.transports.wire import TAG_KEYS, TAG_REPLY
 
 NO_TAG = 1 << 62  # above all tags
 OF_KEYS = {wire.INIT, wire.REMOVE, wire.ROWS_INIT, wire.PUSH, wire.PUSHPULL, wire.ROWS_PUSH}
-OF_KEYS |= {wire.PULL, wire.ROWS_PULL, wire.ROWS_CHANGED}  # all other requests are of no key
+OF_KEYS |= {wire.PULL, wire.ROWS_PULL, wire.ROWS_CHANGED, wire.ROWS_THERE}  # all other requests are of no key
 
 
 class Ledger:

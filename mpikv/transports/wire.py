@@ -83,7 +83,8 @@ ROWS_PULL = 14  # payload: ids; answered by their rows once `round` rounds are d
 ROWS_CHANGED = 15  # answered, once `round` rounds are done, by ids and rows: what changed since this worker's last one
 TIMELINE = 16  # payload: JSON (server/timeline.py); answered by JSON
 REFUSE = 17  # the workers of a host have pushed a round under different labels, and nothing of it comes
-ROWS = (ROWS_INIT, ROWS_PUSH, ROWS_PULL, ROWS_CHANGED)
+ROWS_THERE = 18  # as ROWS_CHANGED: all rows that exist
+ROWS = (ROWS_INIT, ROWS_PUSH, ROWS_PULL, ROWS_CHANGED, ROWS_THERE)
 
 # version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, flags, and 6
 # bytes more: 48 bytes, so that the payload behind it is aligned for every dtype.

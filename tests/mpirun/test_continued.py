@@ -106,7 +106,7 @@ def test_ranks_that_are_suspended_are_given_up(openmpi: Mpi, tmp_path: Path) -> 
     assert job.segments_left == []
 
 
-@pytest.mark.parametrize("case", ["mean", "examples-own"])
+@pytest.mark.parametrize("case", ["mean", "examples-own", "examples-rows"])
 @pytest.mark.parametrize("victims", ["1@9", "0@12+3,2@20+1"])
 def test_a_training_goes_on(openmpi: Mpi, case: str, victims: str, tmp_path: Path) -> None:
     """With the mean over who is there, and with no example used twice, or left out but those of the dead."""

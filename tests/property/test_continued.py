@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_modes import ADDING, HYBRID, MESSAGES, ONE_HOST, SERVERS, THREE_HOSTS, TWO_HOSTS, Mode
 
-from mpikv import optimizers
+from mpikv import RowSparse, kv, optimizers
 from mpikv.codecs import create
 from mpikv.testing.reference import ReferenceStore
 from mpikv.transports.faulty import Deaths, Faults
@@ -380,3 +380,87 @@ def test_survivors_send_what_their_codecs_have_lost(mode: Mode, victim: int, at:
                 codec.decode(codec.encode(pushed(worker, round_, key, victim), states[worker, key]), decoded)
                 total += decoded
             assert all(result is None or (result[round_][i] == total).all() for result in results)
+
+
+# --- rows
+
+TABLES = {"r": (7, 2), "s": (5,)}
+OPS = ("push", "push", "pull", "push and pull", "pull", "rate", "save", "load", "changed", "barrier", "init")
+
+
+def pushed_rows(worker: int, op: int, key: str, victim: int) -> RowSparse:
+    """Those of the victim are zero, and others bring them, too: so it does not matter which rounds it was in."""
+    n, *rest = TABLES[key[0]]
+    ids = {op % n, (op + 3) % n} | (set() if worker == victim else {(op + worker) % n})
+    return RowSparse([*ids], np.full((len(ids), *rest), 2.0**worker * (worker != victim)), TABLES[key[0]])
+
+
+def rows_program(store: Any, ops: Sequence[str], push: Any, folder: str, begins: Any) -> list[Any]:
+    """push(store, op, key): makes one of the pushes. begins(op): called before each operation."""
+    keys, seen, optimizer = list[str](), [], optimizers.SGD(learning_rate=0.5, momentum=0.5, lazy_update=True)
+    store.set_optimizer(optimizer)
+
+    def init() -> None:
+        new = [f"{key}{len(keys)}" for key in TABLES]
+        for key in new[:: -1 if store.rank % 2 else 1]:
+            store.init(key, RowSparse([1, 2], np.ones((2, *TABLES[key[0]][1:])), TABLES[key[0]]))
+        keys.extend(new)
+
+    init()
+    for op, name in enumerate(ops):
+        begins(op)
+        if "push" in name:
+            for key in keys[:: -1 if store.rank % 2 else 1]:
+                push(store, op, key)
+        if "pull" in name:
+            seen.append([store.row_sparse_pull(key, row_ids=[0, 2, 4]).to_dense().tolist() for key in keys])
+        if name == "changed":
+            for key in keys:
+                pending, finish = store.strategy.rows.changed(store.session.infos[key], 0)
+                for one in pending:
+                    store.session.wait(one)
+                finish()
+        elif name == "rate":
+            optimizer.learning_rate *= 0.5
+        elif name == "barrier":
+            store.barrier()
+        elif name == "save" or (name == "load" and "save" in ops[:op]):
+            getattr(store, f"{name}_optimizer_states")(f"{folder}/states")
+        elif name == "init":
+            init()
+    wholes = [np.zeros(TABLES[key[0]]) for key in keys]
+    store.pull(keys, wholes, ignore_sparse=False)
+    return [*seen, [whole.tolist() for whole in wholes]]
+
+
+@settings(max_examples=examples(120))
+@given(
+    st.sampled_from((*CODED, ONE_HOST, *HYBRID[:1])),
+    st.lists(st.sampled_from(OPS), min_size=2, max_size=9),
+    st.builds(Dying, st.integers(0, 5), st.integers(0, 8), st.integers(1, 60), st.booleans()),
+)
+def test_survivors_have_the_rows_of_a_store_of_one_process(mode: Mode, ops: list[str], dying: Dying) -> None:
+    victim, at = dying.rank % (mode.workers + mode.servers), dying.op % len(ops)
+    deaths = Deaths()
+    with tempfile.TemporaryDirectory() as folder:
+
+        def body(store: Any) -> list[Any]:
+            me, members = store.rank, store.session.members
+
+            def begins(op: int) -> None:
+                if op == at and me == victim % mode.workers:
+                    deaths.die_in([*members.workers, *members.servers][victim], dying.calls, sends=dying.sends)
+
+            def push(store: Any, op: int, key: str) -> None:
+                store.push(key, pushed_rows(me, op, key, victim))
+
+            return rows_program(store, ops, push, folder, begins)
+
+        results = mode.run_continued(body, deaths, Faults)
+
+    def push_all(store: Any, op: int, key: str) -> None:
+        store.push(key, [pushed_rows(worker, op, key, victim) for worker in range(mode.workers)])
+
+    with kv.create("local") as store, tempfile.TemporaryDirectory() as folder:
+        expected = rows_program(store, ops, push_all, folder, lambda _op: None)
+    assert all(result in (None, expected) for result in results)
