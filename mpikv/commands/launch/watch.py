@@ -182,14 +182,16 @@ class JobWatch:
                 self._look_for_abort(rank, body)
             self._output.lines(OUT if kind == channel.OUT else ERR, rank.role, rank.number, rank.host, body)
             rank.raised = rank.raised or TRACEBACK.search(body) is not None
-            self._said_gone += sum(int(found[1]) for found in GONE.finditer(body))
-            if not self._ending and GO_ON.search(body):
+            gone = sum(int(found[1]) for found in GONE.finditer(body))
+            self._said_gone += gone
+            if not self._ending and (gone or GO_ON.search(body)):
                 self._have_store = True
                 for one in [one for one in self.ranks.values() if one.early]:
                     self._go_on_without(one)
             if self._ending and STOPPING.search(body):
                 self._let_save()
         elif kind == channel.ENDED and self._goes_on_without(rank):
+            self._connections.send(channel.BYE, rank)  # mpirun tells the others, once the process above it has ended
             if self._have_store:
                 self._go_on_without(rank)
             else:
@@ -207,7 +209,6 @@ class JobWatch:
 
     def _go_on_without(self, rank: LaunchedRank) -> None:
         rank.gone, rank.early = True, False
-        self._connections.send(channel.BYE, rank)  # mpirun tells the others, once the process above it has ended
         left = sum(one.status is None for one in self.ranks.values())
         others = {0: "the others have ended", 1: "1 rank goes on"}.get(left, f"{left} ranks go on")
         self._output.say(f"{ended_badly(rank).text}; {others}")

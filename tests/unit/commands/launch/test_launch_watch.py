@@ -222,17 +222,18 @@ CAN = f'echo "{GO_ON}" >&2; {GO}'  # which may be read after the other's end
 
 
 @pytest.mark.parametrize(
-    ("dies", "says", "status"),
+    ("dies", "can", "says", "status"),
     [
-        ("kill -9 $$", "", 0),
-        ("exit 3", GONE, 0),
-        ("exit 3", "", 3),  # the result of a program that nobody has missed
-        ("kill -9 $$", f"some {GONE}", 0),
+        ("kill -9 $$", CAN, "", 0),
+        ("exit 3", CAN, GONE, 0),
+        ("exit 3", CAN, "", 3),  # the result of a program that nobody has missed
+        ("kill -9 $$", CAN, f"some {GONE}", 0),
+        ("kill -9 $$", GO, GONE, 0),  # while they make the store
     ],
 )
-def test_the_others_go_on(capfd: pytest.CaptureFixture[str], dies: str, says: str, status: int) -> None:
+def test_the_others_go_on(capfd: pytest.CaptureFixture[str], dies: str, can: str, says: str, status: int) -> None:
     """And learn of it from mpirun, which sees a signal, though the rank has left something running."""
-    job = Job([f'{CAN}; echo "{says}" >&2', f"setsid sleep 300 & {dies}"], continues=True)
+    job = Job([f'{can}; echo "{says}" >&2', f"setsid sleep 300 & {dies}"], continues=True)
     ended = f"worker 1 on {socket.gethostname()} "
     ended += "was killed by signal 9 (SIGKILL)" if "kill" in dies else "ended with status 3"
     with when((job.folder / "told").exists, job.go):
