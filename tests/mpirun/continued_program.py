@@ -21,6 +21,7 @@ import numpy as np
 
 import mpikv
 from mpikv import kv
+from mpikv.observe.endpoint import OWN
 
 OPERATIONS = 60
 
@@ -122,9 +123,10 @@ def die(after_s: float) -> None:
 def die_in_the_store(after_s: float) -> None:
     # A rank can be asked what it does from when on it meets the others. Before, where it duplicates a communicator,
     # Open MPI 5.0.11 may crash in the others (ompi_comm_revoke_local), and in MPI_Init nobody can go on.
-    while (mpi := sys.modules.get("mpi4py.MPI")) is None or not mpi.Is_initialized():
-        time.sleep(0.001)
-    while all(thread.name != "mpikv-endpoint" for thread in threading.enumerate()):
+    while not any(
+        offer["kind"] in ("store", "server") or offer["doing"].startswith("in kv.create('dist_sync')")
+        for offer in OWN.told(whole=False)["offers"]
+    ):
         time.sleep(0.001)
     die(after_s)
 

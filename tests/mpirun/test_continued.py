@@ -60,7 +60,7 @@ class Death:
         if servers and dice.random() < 0.7:  # in place of one of these, so that a worker is left
             self.victims.pop(next(iter(self.victims)))
             rank = dice.randrange(self.n)
-            self.victims[-1 - rank] = f"r{rank}+{dice.choice([300, 1000, 2000]) * dice.random():.0f}"
+            self.victims[-1 - rank] = f"r{rank}+{dice.choice([30, 300, 1000]) * dice.random():.0f}"
 
     def __str__(self) -> str:
         return f"{self.n} ranks, {self.env}, victims {', '.join(self.victims.values())}"
