@@ -247,6 +247,8 @@ def _made(
     except MpikvError:
         transport.close()
         raise
+    ranks = [Process(*entry["process"]) for entry in announced]
+    has_role(ranks, serves=transport.rank in roles.servers)
 
     def connect(local: LocalTransport | None) -> None:
         (waker.stand_by if local is None else local.waker.connect)(processes.gather_here)
@@ -269,8 +271,6 @@ def _made(
     decisions.of_process(decisions.log_of(members, transport.rank), members, transport.rank, found.told)
     listener = _stop_signals(config)
     store_id = announced[0]["store_id"]
-    ranks = [Process(*entry["process"]) for entry in announced]
-    has_role(ranks, serves=transport.rank in roles.servers)
     if transport.rank in roles.servers:
         listener.install()
     store = assemble(
