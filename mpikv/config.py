@@ -222,6 +222,7 @@ class Config:
     snapshot_s: float = _setting(30.0, _seconds, "MPIKV_SNAPSHOT_S")
     metrics: str = _setting("", _text, "MPIKV_METRICS")
     on_failure: str = _setting("abort", _one_of("abort", "continue"), "MPIKV_ON_FAILURE")
+    spares: int = _setting(0, _integer(0), "MPIKV_SPARES")
     # Not for users. Tests and trials: pretended hosts, in blocks of ranks; bytes of a piece of a value on its way to a
     # server and back (0: by the links), and of a message in which short values of several keys travel (0: none do).
     # Batch scripts: a file that is there once the job was asked to stop, perhaps before a rank could hear it.

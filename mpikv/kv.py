@@ -10,7 +10,7 @@ import os
 import sys
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpikv.common.checks import shown, wrong
@@ -32,9 +32,7 @@ from mpikv.placement.topology import labels, topology
 from mpikv.runtime import abort, launcher, library, signals
 from mpikv.server.roles import Roles, assign
 from mpikv.session.agreement import grouped
-from mpikv.session.continued import ContinuedSession
 from mpikv.session.workers import Workers
-from mpikv.strategies.continued import ContinuedStrategy
 from mpikv.transports.memory import LocalTransport
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ __all__ = ["KVStore", "create"]
 
 # The settings that all ranks of a store must have alike, beside MPIKV_LINK and the number of servers.
 EQUAL = {"server_placement", "servers_take", "bigarray_bound_elems", "algorithm", "test_hosts", "shared_memory"}
-EQUAL |= {"stop_signals", "stop_file", "snapshot_dir", "snapshot_s", "device_path"}
+EQUAL |= {"spares", "stop_signals", "stop_file", "snapshot_dir", "snapshot_s", "device_path"}
 
 _served: list[tuple[weakref.ref[KVStore], MPI.Group]] = []  # stores that server ranks serve or served, and these ranks
 
@@ -169,49 +167,17 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         raise TypeError(f"comm is an mpi4py.MPI.Intracomm, not {type(comm).__name__}")
     advice = _check_servers(name, comm)
     if config.on_failure == "continue":
-        return _create_continued(name, spec, config, comm)
+        from mpikv.create import continued  # noqa: PLC0415 - importing it initialises MPI
+
+        store = continued.create(name, spec, config, comm, _made)
+        metrics.start(store, config.metrics, _metrics_name(comm))
+        return _begun(_registered(store), config)
+    if config.spares:
+        raise ConfigError("MPIKV_SPARES is for workers that go on after a death: set MPIKV_ON_FAILURE=continue, too")
     store = _made(name, spec, config, comm, advice)
     assert isinstance(store.session, Workers)
     if servers := store.session.members.servers:
         _served.append((weakref.ref(store), comm.Get_group().Incl(servers)))
-    return _begun(_registered(store), config)
-
-
-def _create_continued(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm) -> KVStore:
-    """A store whose workers go on without those that die: of each generation one is made, behind that of the program.
-
-    A rank of which the settings make a server, or which runs no other program, serves each of them.
-    """
-    from mpikv.create.survivors import MpiSurvivors, check  # noqa: PLC0415 - importing it initialises MPI
-
-    check(library.describe().fault_tolerance, config)
-    if spec is not None and not spec.synchronous:
-        raise ConfigError(
-            f"kv.create({name!r}): MPIKV_ON_FAILURE=continue is for synchronous stores: the values of an asynchronous "
-            "one are at its owners alone. mpikv launch --restarts N starts the job again from a snapshot"
-        )
-
-    def make(present: MPI.Intracomm, number: int) -> KVStore:
-        its_spec = None if number and survivors.serves else spec
-
-        def on_fatal(error: BaseException) -> None:
-            if not survivors.is_death(error):  # which the next call of the store finds
-                abort.fatal(error)
-
-        settings = config
-        if number:  # roles stay what they are
-            settings = config.with_(num_servers=0, test_hosts=min(config.test_hosts, present.Get_size()))
-        own, has_role = survivors.began, survivors.met
-        return _made(name, its_spec, settings, present, own=own, on_fatal=on_fatal, has_role=has_role, named=comm)
-
-    survivors = MpiSurvivors(comm, config, make)
-    try:
-        session = ContinuedSession(name, config, survivors)
-    except SystemExit:
-        survivors.closed()
-        raise
-    store = KVStore(session, ContinuedStrategy(session), on_device=spec is not None and spec.on_device)
-    metrics.start(store, config.metrics, _metrics_name(comm))
     return _begun(_registered(store), config)
 
 
@@ -224,13 +190,13 @@ def _made(
     *,
     own: Callable[[MpiTransport], None] | None = None,
     on_fatal: Callable[[BaseException], None] = abort.fatal,
-    has_role: Callable[..., None] = lambda *_, **__: None,
+    has_role: Callable[[Sequence[Process], Roles], None] = lambda *_: None,
     named: MPI.Intracomm | None = None,
 ) -> KVStore:
     """The store of a worker. At a server: SystemExit when all workers have closed theirs.
 
-    own: see `open_transport`. has_role(processes, serves=): called when this rank knows its role, and each one's
-    process. named: whose ranks name the files of metrics, default those of `comm`.
+    own: see `open_transport`. has_role(processes, roles): called when this rank knows those of all.
+    named: whose ranks name the files of metrics, default those of `comm`.
     """
     from mpikv.session.processes import Processes  # noqa: PLC0415
 
@@ -248,7 +214,7 @@ def _made(
         transport.close()
         raise
     ranks = [Process(*entry["process"]) for entry in announced]
-    has_role(ranks, serves=transport.rank in roles.servers)
+    has_role(ranks, roles)
 
     def connect(local: LocalTransport | None) -> None:
         (waker.stand_by if local is None else local.waker.connect)(processes.gather_here)

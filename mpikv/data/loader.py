@@ -240,7 +240,10 @@ class DataLoader:
 
     def _drawn_batches(self) -> Iterator[NDArray[np.int64]]:
         """The batches of an epoch whose examples may be split anew meanwhile: each is drawn when it is loaded."""
-        drawing = islice(iter(self._sampler), self._batches * self.batch_size, None)
+        had = self._sampler._begin()  # noqa: SLF001 - not for users
+        self._batches = self._batches or had // self.batch_size
+        self._sampler._had = self._batches * self.batch_size  # noqa: SLF001
+        drawing = islice(self._sampler._drawing(begun=True), self._sampler._had - had, None)  # noqa: SLF001
         while (batch := [*islice(drawing, self.batch_size)]) and (self.last == "keep" or len(batch) == self.batch_size):
             yield np.array(batch, np.int64)
 
@@ -249,6 +252,8 @@ class DataLoader:
         for batch in _made_ahead(map(partial(partial, self._load), parts), self._ahead):
             if self._running is running:
                 self._batches += 1
+                if isinstance(self._sampler, SplitSampler):
+                    self._sampler._had = self._batches * self.batch_size  # noqa: SLF001 - not for users
             yield batch
             del batch  # it is the caller's; here it would be kept until the next one has come
         if self._running is running:

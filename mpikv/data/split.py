@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,21 @@ def bounds(n: int, num_parts: int, part_index: int) -> tuple[int, int]:
     whole, rest = divmod(n, num_parts)
     begin = whole * part_index + min(part_index, rest)
     return begin, begin + whole + (part_index < rest)
+
+
+class _Iteration(NamedTuple):
+    """Where a worker is in its n-th iteration. start: of the first split. splits: the numbers of the workers of each
+    earlier one, and how many examples each worker has drawn of it. numbers: of the workers of the present one. drawn:
+    how many examples this worker has drawn, of which its program has had some.
+    """
+
+    n: int = 0
+    epoch: int = 0
+    start: int = 0
+    splits: Sequence[Any] = ()
+    numbers: Sequence[int] = ()
+    drawn: int = 0
+    had: int = 0
 
 
 class SplitSampler:
@@ -105,6 +120,9 @@ class SplitSampler:
         self._lock: AbstractContextManager[Any] = nullcontext()
         self._mine: NDArray[np.int64] = np.empty(0, np.int64)  # what this iteration gives
         self._drawn = self._before = 0  # how many of them it has given, and how many are of an earlier split
+        self._had: int | None = None  # how many of those the program has had, if something loads ahead
+        self._iteration = _Iteration()
+        self._next: _Iteration | None = None  # which others have begun before workers have gone
 
     @classmethod
     def for_store(
@@ -113,43 +131,75 @@ class SplitSampler:
         """Make the sampler of this worker: part `store.rank` of `store.num_workers`. Local.
 
         Where workers go on without some that have died (MPIKV_ON_FAILURE=continue), an iteration goes on with an equal
-        part of what nobody has drawn yet.
+        part of what nobody has drawn yet; where a spare takes the place of one, with the parts that there are.
 
         >>> list(data.SplitSampler.for_store(4, kv.create('local'), shuffle=False))
         [0, 1, 2, 3]
         """
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
             raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
-        made = cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
         session = getattr(store, "session", None)
-        if session is not None and session.continues:
-            made._follow(store, session)
+        if session is None or not session.continues:
+            return cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
+        part = session.coming.index(session.number)
+        made = cls(length, len(session.coming), part, last=last, shuffle=shuffle, seed=seed)
+        made._follow(session)
         return made
 
-    def _follow(self, store: Any, session: Any) -> None:
-        """Split anew what is left when workers have gone. All of them have made this sampler."""
+    def _follow(self, session: Any) -> None:
+        """Split anew what is left when workers have gone for good. All of them have made this sampler."""
         name, me = f"sampler {len(session.tells)}", weakref.ref(self)
         self._follows, self._lock = True, threading.Lock()
+        self._numbers, self._number, self._is_new = [*session.coming], session.number, session.alone
 
-        def drawn() -> int:
+        def others() -> list[_Iteration]:
+            return [_Iteration(*one[name]) for one in session.told if one.get(name)]
+
+        def tell() -> _Iteration | None:
             sampler = me()
-            return 0 if sampler is None else sampler._drawn  # noqa: SLF001 - of this class
+            return None if sampler is None or session.alone else sampler._tell()  # noqa: SLF001 - of this class
 
         def changed() -> None:
             if (sampler := me()) is not None:
-                most = max(one.get(name, 0) for one in session.told)
-                sampler._split_anew(most, store.num_workers, store.rank)  # noqa: SLF001 - of this class
+                sampler._changed(others(), [*session.coming])  # noqa: SLF001 - of this class
 
-        session.tells[name] = drawn
+        session.tells[name] = tell
         session.on_change.append(changed)
+        if begun := others():  # this worker has just taken a place
+            self._is_new = True
+            self._changed(begun, self._numbers)
 
-    def _split_anew(self, drawn: int, num_parts: int, part_index: int) -> None:
-        """Go on as one of fewer parts. drawn: by who has drawn most, up to which all draw their old part."""
+    def _tell(self) -> _Iteration:
         with self._lock:
-            old = self._mine[: max(drawn, self._before)]
-            self.start = min(self.start + self.num_parts * (len(old) - self._before), self.length)
-            self.num_parts, self.part_index, self._before = num_parts, part_index, len(old)
-            self._mine = np.concatenate([old, self.indices()])
+            return self._iteration._replace(drawn=self._drawn, had=self._drawn if self._had is None else self._had)
+
+    def _changed(self, told: Sequence[_Iteration], numbers: list[int]) -> None:
+        """Others have come or gone. told: where all were. numbers: of the workers that are left, or will come."""
+        with self._lock:
+            is_new, self._is_new, before = self._is_new, False, self._numbers
+            self._numbers, self.num_parts, self.part_index = numbers, len(numbers), numbers.index(self._number)
+            last = max(told, key=lambda one: (one.n, one.drawn), default=_Iteration())
+            if not last.n or (numbers == before and not is_new):
+                return
+            if last.numbers != numbers:
+                n = last.drawn - sum(n for _, n in last.splits)
+                last = last._replace(splits=[*last.splits, [last.numbers, n]], numbers=numbers)
+            if last.n == self._iteration.n:
+                self._go_on(last)
+            else:
+                self._next = last if is_new else last._replace(had=0)
+
+    def _go_on(self, iteration: _Iteration) -> None:
+        """Take the examples of this worker's parts in an iteration, of which all have drawn the same number."""
+        self.epoch, self.start, self._iteration, mine = iteration.epoch, iteration.start, iteration, []
+        for numbers, n in iteration.splits:
+            self.num_parts, self.part_index = len(numbers), numbers.index(self._number)
+            mine.append(self.indices()[:n])
+            self.start = min(self.start + len(numbers) * n, self.length)
+        numbers = iteration.numbers
+        self.num_parts, self.part_index = len(numbers), numbers.index(self._number)
+        self._before = sum(map(len, mine))
+        self._mine = np.concatenate([*mine, self.indices()])
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part. Local.
@@ -178,11 +228,11 @@ class SplitSampler:
         return whole + (self.last == "wrap" and rest > 0)
 
     def __iter__(self) -> Iterator[int]:
-        return self._drawing() if self._follows else iter(self.indices().tolist())
+        return self._drawing(begun=False) if self._follows else iter(self.indices().tolist())
 
-    def _drawing(self) -> Iterator[int]:
-        with self._lock:
-            self._mine, self._drawn, self._before = self.indices(), 0, 0
+    def _drawing(self, *, begun: bool) -> Iterator[int]:
+        if not begun:
+            self._begin()
         while True:
             with self._lock:
                 if self._drawn >= len(self._mine):
@@ -190,6 +240,25 @@ class SplitSampler:
                 found = int(self._mine[self._drawn])
                 self._drawn += 1
             yield found
+
+    def _begin(self) -> int:
+        """Begin an iteration over what may be split anew. Returns how many examples of it this worker need not draw:
+        as many as the others have had, where it has just taken a place.
+        """
+        with self._lock:
+            there, self._had = self._next, None
+            if there is not None and there.had and self.epoch < there.epoch:  # the others have ended this epoch
+                self._mine = np.empty(0, np.int64)
+                self._drawn = self._before = 0
+                return 0
+            self._next = None
+            if there is not None and (self.epoch == there.epoch or there.n == self._iteration.n + 1):
+                self._go_on(there)
+                self._drawn = there.had
+            else:
+                self._iteration = _Iteration(self._iteration.n + 1, self.epoch, self.start, [], self._numbers)
+                self._mine, self._drawn, self._before = self.indices(), 0, 0
+            return self._drawn
 
     def indices(self) -> NDArray[np.int64]:
         """Return this epoch's indices of this part at once: int64, (len(self),).

@@ -14,7 +14,7 @@ agreed factor is 0) have the worker's own factor in their label instead.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import MappingProxyType
@@ -151,6 +151,17 @@ class AttributeLog:
         if old is not None:
             one.agreed, one.scales, one.update, one.sent = old.agreed, old.scales, old.update, old.sent
         one.forget()
+
+    def told(self) -> list[list[Any]]:
+        """What a new worker needs of this log, for `take_up`, as JSON. Local."""
+        return [[slot, one.agreed, one.update, one.sent] for slot, one in self.slots.items()]
+
+    def take_up(self, told: Sequence[Sequence[Any]]) -> None:
+        """Label pushes as another worker does. Local."""
+        for slot, *of_slot in told:
+            if (one := self.slots.get(slot)) is not None:
+                one.agreed, one.update, one.sent = of_slot
+                one.forget()
 
     @contextmanager
     def pushed_under(self, slot: int, attributes: Mapping[str, Any] | None) -> Iterator[None]:

@@ -78,7 +78,11 @@ class Session:
     generation = 0  # how often workers have gone on without some that had died
     continues = False  # whether they do
     number = 0  # this worker's at the start
+    at_start = 1  # how many workers there were
     numbers: Sequence[int] = (0,)  # of all that are here
+    coming: Sequence[int] = (0,)  # of those that are here or will come
+    alone = False  # whether this is a spare, whose program has begun and which is no worker yet
+    has_spares = False
     activity: Activity | None = None  # what this rank does in the store; None where nobody ever waits for it
 
     def __init__(self, name: str, config: Config | None = None, spaces: Spaces | None = None) -> None:
@@ -255,6 +259,19 @@ class Session:
     def swap(self, call: str, data: bytes, dests: Sequence[int]) -> dict[int, bytes]:
         """Send bytes to worker `dests[rank]`; return those that came here, by worker. Collective, blocks."""
         return {}
+
+    # --- spares
+
+    def between_steps(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> bool:
+        """Let spares in that are ready to be workers. Called by all workers after each step; blocks only then. Returns
+        whether some have come.
+
+        give: what a worker goes on from, local. take: lets a new one go on from that, local. Both are of one object.
+        """
+        return False
+
+    def take_place(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> None:
+        """Become a worker, when the others let this spare in. Blocks. See `between_steps`."""
 
     # --- stopping together
 

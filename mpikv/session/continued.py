@@ -9,6 +9,10 @@ each keeps its result; then all agree that they have one. Whoever has seen this 
 result, too, also where a death keeps them from learning it. So either all end the call with what they have, or all make
 it again.
 
+A spare begins its program when a place is free, in a store of its own alone, and comes to the others as `take_place`
+says: first it makes them all come together, so that they know of it and of how many steps each has made; after the next
+step that none of them has ended they come together once more, with it, and one of them gives it what it goes on from.
+
 Cost: of a call without keys one agreement more; of a push nothing.
 """
 
@@ -22,32 +26,42 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from mpikv.config import Config
 from mpikv.engine.operation import Operation
-from mpikv.errors import PeerError, StallError
+from mpikv.errors import ConfigError, PeerError, StallError, UnsupportedError
 from mpikv.observe.activity import Activity
 from mpikv.observe.program import WorkerStatus
 from mpikv.observe.recorder import Recorder
+from mpikv.observe.stall import say
 from mpikv.optimizers.base import Optimizer
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import AttributeLog
 from mpikv.placement.members import Members
+from mpikv.placement.spares import Seat
 from mpikv.session.base import Pending, Session, Updater
 from mpikv.session.waits import Waits
 from mpikv.session.workers import Workers
 
 T = TypeVar("T")
-END, RECOVERY = "the end of a call", "recovery"  # topics: all have the result of a call; what survivors tell each other
+# Topics: all have the result of a call; what survivors tell each other; spares are let in, and get what they need.
+END, RECOVERY, ADMISSION, TO_SPARES = "the end of a call", "recovery", "the admission of a spare", "a spare's begin"
+
+
+WHOLE = b"\0"  # before what a spare begins with; else there is an error
 
 
 class Generation(NamedTuple):
     """The ranks from one death to the next: what a store of theirs has. number: how often survivors have come together.
 
-    strategy: a `Strategy`. calls: a `WorkersGroup`.
+    strategy: a `Strategy`. calls: a `WorkersGroup`. seats: of all ranks, and mine: of this one. alone: the store is of
+    this rank alone, a spare.
     """
 
     number: int
     session: Workers
     strategy: Any
     calls: Any
+    seats: Sequence[Seat]
+    mine: Seat
+    alone: bool = False
 
 
 class Survivors(Protocol):
@@ -62,6 +76,14 @@ class Survivors(Protocol):
         Raises AllClosedError, and what `is_death` knows where another rank dies meanwhile.
         """
 
+    def is_ready(self, *, admits: bool) -> None:
+        """Say so when ranks come together next: this spare is ready, or, with `admits`, this worker lets spares in.
+        Local.
+        """
+
+    def has_news(self) -> bool:
+        """Whether a spare that was coming is ready, or dead. Local."""
+
     def closed(self) -> None:
         """Tell the others that this worker has seen all agree to close the store. Local."""
 
@@ -72,6 +94,9 @@ class AllClosedError(Exception):
 
 class Continuing(Protocol):
     """What the strategy does when a rank has died."""
+
+    def finish(self, call: str) -> None:
+        """Wait until the rounds that this worker has opened are done. Blocks."""
 
     def settle(self) -> None:
         """Take what has come whole from the generation that ends. Local."""
@@ -103,8 +128,13 @@ class ContinuedSession(Session):
         self.compressions = self.now.session.compressions
         self.log = self.now.session.log
         self.keeper: Continuing
-        self.number = self.now.session.rank  # this worker's, also when others have gone
-        self.numbers: Sequence[int] = [*range(self.now.session.num_workers)]  # of all that are here
+        self.number, self.at_start = self.now.mine.number, self.now.mine.of
+        self.has_spares = config.spares > 0
+        self._gives: list[Callable[[], bytes]] = []  # what makes the steps of the program
+        self.is_new = self.alone  # this worker, which has not got yet what it goes on from
+        self._new: Sequence[int] = ()  # ranks of workers of which that is so
+        self._steps = 0  # that have ended
+        self._admits_after = 0  # so many, if spares are ready
         self.tells: dict[str, Callable[[], Any]] = {}  # what else each worker tells the others after a death, as JSON
         self.told: list[dict[str, Any]] = []  # by all of them
         self._ended: dict[str, int] = {}  # by topic, how many calls have ended here
@@ -122,11 +152,23 @@ class ContinuedSession(Session):
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        return self.now.session.rank
+        return self.coming.index(self.number) if self.alone else self.now.session.rank
 
     @property
     def num_workers(self) -> int:  # type: ignore[override]
-        return self.now.session.num_workers
+        return len(self.coming) if self.alone else self.now.session.num_workers
+
+    @property
+    def numbers(self) -> Sequence[int]:  # type: ignore[override]
+        return sorted(seat.number for seat in self.now.seats if seat.number >= 0 and not seat.spare)
+
+    @property
+    def alone(self) -> bool:  # type: ignore[override]
+        return self.now.alone
+
+    @property
+    def coming(self) -> Sequence[int]:  # type: ignore[override]
+        return sorted(seat.number for seat in self.now.seats if seat.number >= 0)
 
     @property
     def hosts(self) -> Sequence[str]:  # type: ignore[override]
@@ -230,11 +272,16 @@ class ContinuedSession(Session):
                 if not self._survivors.is_death(error):
                     raise
 
-    def _recover(self, number: int) -> None:
-        """Go on from generation `number` to the next, unless another thread has done so. Collective, blocks."""
+    def _recover(self, number: int, *, admits: bool = False) -> None:
+        """Go on from generation `number` to the next, unless another thread has done so. Collective, blocks.
+
+        admits: and let in spares that are ready.
+        """
         with self._recovering:
             if self.now.number != number:
                 return
+            if admits:
+                self._survivors.is_ready(admits=True)
             self.keeper.settle()
             before = self.now.session
             with before.activity.during("a recovery"):
@@ -258,13 +305,19 @@ class ContinuedSession(Session):
         if self._asks is not None:
             session.listen_for(self._asks)
         told = {name: tell() for name, tell in self.tells.items()}
-        known = {"number": self.number, "ended": self._ended, "stop": before.stopping.told(), "told": told}
+        known = {"new": self.is_new, "steps": self._steps, "ended": self._ended, "told": told}
+        known |= {"stop": before.stopping.told(), "reads": before.stopping.reads}
         reports = self.everywhere({**self.keeper.report(), **known})
-        self.numbers, self.told = [one["number"] for one in reports], [one["told"] for one in reports]
+        self._new = [rank for rank, report in enumerate(reports) if report["new"]]
+        self.told = [report["told"] for report in reports]
         self._ended_by_all = {}
-        for ended in (report["ended"] for report in reports):
+        for ended in (report["ended"] for report in reports if not report["new"]):
             self._ended_by_all |= {topic: max(n, self._ended_by_all.get(topic, 0)) for topic, n in ended.items()}
+        self._admits_after = max(report["steps"] for report in reports)
         session.stopping.go_on([report["stop"] for report in reports])
+        if self.is_new:  # the others are all in the same place of their programs
+            self._ended, self._steps = dict(self._ended_by_all), self._admits_after
+            session.stopping.read_as(max(report["reads"] for report in reports))
         self.keeper.catch_up(reports)
 
     def everywhere(self, mine: Any) -> list[Any]:
@@ -272,6 +325,62 @@ class ContinuedSession(Session):
         gathered = self.now.session.gather(RECOVERY, json.dumps(mine).encode())
         found: list[Any] = self.now.session.decide(RECOVERY, lambda: [json.loads(one) for one in gathered])
         return found
+
+    # --- spares
+
+    def between_steps(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> bool:
+        if self.alone:
+            raise ConfigError("a spare (MPIKV_SPARES) takes a worker's place in resume(), before the first step")
+        return self.has_spares and self._let_in(give, take)
+
+    def _let_in(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> bool:
+        if give not in (self._gives or [give]):
+            raise ConfigError("with spares (MPIKV_SPARES) one Trainer, or one Snapshots, makes all steps of a store")
+        self._gives, number = [give], self.now.number
+        while True:
+            if self._new:
+                self._begin_new(give, take)
+            elif self._steps == self._admits_after and any(seat.ready for seat in self.now.seats):
+                self.keeper.finish(ADMISSION)
+                present = self.now.number
+                self.whole(ADMISSION, lambda: self.now.session.barrier())  # noqa: PLW0108 - each time that of now
+                self._recover(present, admits=True)
+            elif self.has_news():
+                self._recover(self.now.number)
+            else:
+                self._steps += 1
+                return self.now.number != number
+
+    def from_an_old_one(self, give: Callable[[], bytes]) -> bytes:
+        """What the first worker that is not new gives to those that are. Collective, blocks."""
+        session = self.now.session
+        giver = next(rank for rank in range(session.num_workers) if rank not in self._new)
+        gathered = session.gather(TO_SPARES, give() if session.rank == giver else b"")
+        parts = [b"".join(gathered) if rank in self._new else b"" for rank in range(session.num_workers)]
+        return session.scatter(TO_SPARES, parts)
+
+    def _begin_new(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> None:
+        """Let new workers go on from what others have. Collective, blocks."""
+        found = self.whole(TO_SPARES, lambda: self.from_an_old_one(lambda: _given(give)))
+        if self.is_new and found[:1] != WHOLE:
+            raise UnsupportedError(f"a spare cannot take a worker's place: {found.decode()}")
+        if self.is_new:
+            take(found[len(WHOLE) :])
+        self.is_new, self._new = False, ()
+
+    def has_news(self) -> bool:
+        """Whether a spare that was coming is ready, or dead. Local."""
+        return self._survivors.has_news()
+
+    def take_place(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> None:
+        self._survivors.is_ready(admits=False)
+        try:
+            self._recover(self.now.number)
+        except AllClosedError:
+            self.abandon()
+            raise SystemExit(0) from None
+        say(f"mpikv: a spare has taken the place of worker {self.number}: {self.num_workers} workers go on")
+        self._let_in(give, take)
 
     # --- calls of all workers
 
@@ -373,7 +482,8 @@ class ContinuedSession(Session):
         """Close the session of the present generation. Collective, blocks."""
         with contextlib.suppress(AllClosedError):
             self.again(lambda: self.now.strategy.close())  # noqa: PLW0108 - each time that of now
-        self._survivors.closed()
+        if not self.alone:
+            self._survivors.closed()
 
     def not_given(self) -> Iterator[BaseException]:
         return self.now.session.not_given()
@@ -381,3 +491,11 @@ class ContinuedSession(Session):
     def abandon(self) -> None:
         super().abandon()
         self.now.session.abandon()
+
+
+def _given(give: Callable[[], bytes]) -> bytes:
+    """What a worker gives to a spare, or why it cannot, for which the others must not wait."""
+    try:
+        return WHOLE + give()
+    except Exception as error:  # noqa: BLE001 - of the user's objects
+        return f"{type(error).__name__}: {error}".encode()

@@ -83,6 +83,14 @@ class Stopping:
         """Count reads on from those of an earlier generation. Local."""
         self._reads, self._told = before._reads, before._told
 
+    @property
+    def reads(self) -> int:
+        return self._reads
+
+    def read_as(self, reads: int) -> None:
+        """Count on from as many reads as the others have made, at a new worker. Local."""
+        self._reads = reads
+
     def go_on(self, told: Sequence[tuple[str, int | None]]) -> None:
         """Go on where workers, which all count by now, had stopped or wished to. told: by all of them. Local."""
         self._stop_at = next((read for _, read in told if read is not None), None)

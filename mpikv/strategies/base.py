@@ -201,9 +201,9 @@ class Strategy(ABC):
         """Agree with all workers on new keys and their first values (flat). Collective, blocks."""
 
     lends = True  # whether callers lend their arrays (`Entry.outs`) where they can
-    # Where workers go on after a death: by the number that each had at the start, what a sum is divided by if the
-    # worker is in it, in pushes from now on. Else, and where it is None, sums are divided by nothing.
-    weights: Sequence[float] | None = None
+    # Where workers go on after a death: a slot, and by the number that each worker had at the start, what a sum of one
+    # of its keys is divided by if the worker is in it, in pushes from now on. Else sums are divided by nothing.
+    weights: tuple[int, Sequence[float]] | None = None
 
     def contributors(self, key: Key) -> Sequence[int]:
         """Where workers go on after a death: those, by their numbers at the start, in the last sum of a key. Local."""
@@ -230,6 +230,12 @@ class Strategy(ABC):
         differ.
         """
         return 0  # one worker has none to compare with
+
+    def follow(self, optimizer: Optimizer, keys: Sequence[Key]) -> int:
+        """Let pushes of these keys have the attributes of this optimizer, of which a copy serves them. Returns the
+        slot. Of a worker that has taken another's place; local.
+        """
+        return 0
 
     @abstractmethod
     def own_states(self, call: str, *, alone: bool = False) -> list[StateRecord]:

@@ -146,6 +146,7 @@ class ContinuedStrategy(LocalStrategy):
         self._known: dict[Key, KeyInfo] = {}  # to any survivor; `session.infos` has what this program has initialised
         self._early: dict[Key, NewKey] = {}  # of which `init` has returned before all had come, so without a value
         self._served: list[Served] = []
+        self._given: set[tuple[Key, ...]] = set()  # keys whose optimizers this worker's program has yet to set
         self._numbers: dict[tuple[int, str], int] = {}  # of attributes, by slot and text
         self._next_number = itertools.count(1)
         self._before = session.attributes  # the log of the generation that has ended
@@ -231,6 +232,11 @@ class ContinuedStrategy(LocalStrategy):
         """Push and pull. Blocks while an earlier push of one of the keys is under way, and with `waits` to the end; and
         where a key has no value yet, as its `init` has returned early.
         """
+        if self.session.alone and any(entry.total is not None for entry in entries):
+            raise ConfigError(
+                "push: this is a spare (MPIKV_SPARES), which takes a worker's place in resume() of a Trainer or of "
+                "Snapshots, before the first step"
+            )
         if self._early:
             keys = [entry.info.key for entry in entries]
             self.again(lambda: self._fetch([self._early[key] for key in keys if key in self._early]))
@@ -262,7 +268,8 @@ class ContinuedStrategy(LocalStrategy):
         slot = self.session.slot_of(info)
         served = self.session.attributes.slots.get(slot)
         attributes = None if served is None else served.optimizer.attributes()
-        round_ = KeptRound(info, total, op, attributes, self.weights)
+        of_slot, weights = self.weights or (slot, None)
+        round_ = KeptRound(info, total, op, attributes, weights if of_slot == slot else None)
         round_.owed = self._encodes.owed(info.key)
         with self._lock:
             self._rounds[info.key].begin()
@@ -318,7 +325,7 @@ class ContinuedStrategy(LocalStrategy):
             self._rounds[info.key].complete()
             self._end(round_)
 
-    def _finish(self, call: str) -> None:
+    def finish(self, call: str) -> None:
         """Wait until the rounds that this worker has opened are done. Blocks."""
         for round_ in tuple(self._open.values()):
             self.session.wait(Pending(Pull(self, round_), Waiting(call, round_.info.key)))
@@ -359,7 +366,10 @@ class ContinuedStrategy(LocalStrategy):
         return self._serve(optimizer, keys, applied=False)
 
     def _serve(self, optimizer: Optimizer, keys: Sequence[Key] | None, *, applied: bool) -> int:
-        self._finish(SET)
+        if keys is not None and tuple(keys) in self._given:
+            self._given.remove(tuple(keys))
+            return self.follow(optimizer, keys)
+        self.finish(SET)
         served = Served(optimizer, pickled_copy(optimizer), keys, applied)
         self._served.append(served)
         try:
@@ -367,11 +377,38 @@ class ContinuedStrategy(LocalStrategy):
         except BaseException:
             self._served.remove(served)
             raise
-        infos = [self._known[key] for key in keys or ()]
-        kept = pickled_copy(optimizer) if applied else optimizer.attributes()
-        self._owner.set_optimizer(slot, kept, [info.id for info in infos])
-        self.session.serve_in(slot, optimizer if applied else None, infos)
+        self._serves(slot, served)
         return slot
+
+    def _serves(self, slot: int, served: Served) -> None:
+        infos = [self._known[key] for key in served.keys or ()]
+        kept = pickled_copy(served.optimizer) if served.applied else served.optimizer.attributes()
+        self._owner.set_optimizer(slot, kept, [info.id for info in infos])
+        self.session.serve_in(slot, served.optimizer if served.applied else None, infos)
+
+    def follow(self, optimizer: Optimizer, keys: Sequence[Key]) -> int:
+        slot = self.session.slot_of(self._known[keys[0]])
+        self.session.attributes.take_over(slot, optimizer, self.session.attributes)
+        last = [i for i, served in enumerate(self._served) if keys[0] in (served.keys or ())]
+        at = (last or [i for i, served in enumerate(self._served) if served.keys is None])[-1]
+        self._served[at] = self._served[at]._replace(optimizer=optimizer)
+        if self.session.optimizer_of(self._known[keys[0]]) is not None:
+            self.session.serve_in(slot, optimizer, ())
+        return slot
+
+    def _take_over(self, n: int) -> None:
+        """Let new workers serve the first `n` optimizers that the others have set, with their own where their programs
+        have set them, too. Collective, blocks.
+
+        Those that they will set themselves, of keys that their programs have not initialised yet, are noted.
+        """
+        found = self.session.from_an_old_one(lambda: cloudpickle.dumps([one[1:] for one in self._served[:n]]))
+        if self.session.is_new:
+            for i, (as_set, keys, applied) in enumerate(cloudpickle.loads(found)):
+                if i == len(self._served):
+                    self._served.append(Served(pickled_copy(as_set), as_set, keys, applied))
+                    if keys and not any(key in self._infos for key in keys):
+                        self._given.add(tuple(keys))
 
     def _agree_on(self, served: Served, before: AttributeLog | None = None) -> int:
         """Let this generation compare under what its workers push. before: the log of the generation before."""
@@ -393,7 +430,8 @@ class ContinuedStrategy(LocalStrategy):
         described = [
             (info.key, list(info.shape), str(info.dtype), info.space, info.sparse) for info in self._known.values()
         ]
-        return {"keys": [[*one, EARLY if one[0] in self._early else self._rounds[one[0]].done] for one in described]}
+        keys = [[*one, EARLY if one[0] in self._early else self._rounds[one[0]].done] for one in described]
+        return {"keys": [] if self.session.is_new else keys, "attributes": self._before.told()}
 
     def catch_up(self, reports: Sequence[Mapping[str, Any]]) -> None:
         now, spaces = self.session.now, self.session.spaces
@@ -405,8 +443,19 @@ class ContinuedStrategy(LocalStrategy):
             new.append(NewKey(key, tuple(shape), value, space, sparse))
         if new:
             now.strategy.init(new)  # in the same order everywhere
-        for served in self._served[: max(report["ended"].get(SET, 0) for report in reports)]:
-            self._agree_on(served, self._before)
+        if self.session.is_new:
+            for one in new:
+                if one.key not in self._known:
+                    self._add(one)
+        n_served = max(report["ended"].get(SET, 0) for report in reports if not report["new"])
+        if any(report["new"] for report in reports):
+            self._take_over(n_served)
+        for served in self._served[:n_served]:
+            slot = self._agree_on(served, self._before)
+            if self.session.is_new:
+                self._serves(slot, served)
+        if self.session.is_new:
+            now.session.attributes.take_up(next(report["attributes"] for report in reports if not report["new"]))
         giving = givers([Report({key: done for key, *_, done in report["keys"]}) for report in reports])
         if giving:
             self._give(
@@ -441,7 +490,7 @@ class ContinuedStrategy(LocalStrategy):
             for key, done, contributors, value, state in found["given"]:
                 if key not in self._known:
                     self._add(keys[key])
-                if key in self._early or self._rounds[key].done < done:
+                if key in self._early or self._rounds[key].done < done or self.session.is_new:
                     self._contributors[key] = contributors
                     self._take(self._known[key], done, value, state)
 
@@ -466,11 +515,11 @@ class ContinuedStrategy(LocalStrategy):
 
     def own_states(self, call: str, *, alone: bool = False) -> list[StateRecord]:
         """All of them, of worker 0."""
-        self._finish(call)
-        return [] if self.session.rank else super().own_states(call)
+        self.finish(call)
+        return super().own_states(call) if alone or not self.session.rank else []
 
     def load_states(self, read: Read) -> Loaded:
-        self._finish(LOAD)
+        self.finish(LOAD)
         found: list[bytes] = []
 
         def give() -> None:

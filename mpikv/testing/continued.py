@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from mpikv.config import Config
 from mpikv.errors import StallError
 from mpikv.kvstore import KVStore
+from mpikv.placement.spares import Seat, after, at_start
 from mpikv.server.roles import Roles, assign
 from mpikv.session.continued import AllClosedError, ContinuedSession, Generation
 from mpikv.session.workers import Workers
@@ -25,11 +26,12 @@ T = TypeVar("T")
 
 
 class _Made(NamedTuple):
-    """What a generation has in common. ranks: of the job, by their numbers in it."""
+    """What a generation has in common. ranks: of the job, by their numbers in it. seats: of these."""
 
     ranks: Sequence[int]
     fabric: FaultyFabric
     store: StoreRanks
+    seats: Sequence[Seat]
 
 
 class Job:
@@ -61,6 +63,8 @@ class Job:
         self.deaths, self._faults = Deaths() if deaths is None else deaths, faults
         self.came: dict[int, int] = {}  # rank -> to which generation
         self.closed = False  # a rank has seen all agree to close
+        told = {rank: Seat(rank in roles.servers) for rank in range(len(hosts))}
+        self.seats = at_start(told, 0, config.spares)
         self._made: list[_Made] = []
 
     def all_came(self, number: int) -> bool:
@@ -68,16 +72,30 @@ class Job:
         living = set(range(len(self.hosts))) - self.deaths.dead
         return self.closed or all(self.came.get(rank, -1) >= number for rank in living)
 
+    @property
+    def nobody_is_at_work(self) -> bool:
+        """Whether all have closed, or only spares are left, who wait. Under `deaths.changed`."""
+        return self.closed or all(seat.spare for rank, seat in self.seats.items() if rank not in self.deaths.dead)
+
     def made(self, number: int) -> _Made:
         """The generation of this number. Who asks first makes it of those that live then. Under `deaths.changed`."""
         if number == len(self._made):
             ranks = [rank for rank in range(len(self.hosts)) if rank not in self.deaths.dead]
+            if number:
+                self.seats = after({rank: self.seats[rank] for rank in ranks})
+            ranks = [rank for rank in ranks if not self.seats[rank].spare]
+            ranks.sort(key=lambda rank: self.seats[rank].number % (len(ranks) + self.seats[rank].of + 1))
             hosts = [self.hosts[rank] for rank in ranks]
-            workers, servers = (tuple(map(ranks.index, filter(ranks.count, one))) for one in self.roles)
+            servers, workers = list[int](), list[int]()
+            for i, rank in enumerate(ranks):
+                (servers if self.seats[rank].serves else workers).append(i)
+            if not number:
+                for i in workers:
+                    self.seats[ranks[i]] = Seat(number=workers.index(i), of=len(workers))
             scripts = list(map(self._faults, ranks))
             fabric = FaultyFabric(len(ranks), scripts.__getitem__, hosts, deaths=self.deaths, ranks=ranks)
-            store = StoreRanks(self.name, self.config, hosts, Roles(workers, servers))
-            self._made.append(_Made(ranks, fabric, store))
+            store = StoreRanks(self.name, self.config, hosts, Roles((*workers,), (*servers,)))
+            self._made.append(_Made(ranks, fabric, store, [*self.seats.values()]))
         return self._made[number]
 
 
@@ -98,35 +116,68 @@ class ThreadSurvivors:
         self._job, self._rank = job, rank
         self._number = -1
         self._fabric: FaultyFabric | None = None
+        self._alone = False
 
     def is_death(self, error: BaseException) -> bool:
         """Whether an error comes from another rank's death: any may, as long as one is dead in this generation."""
-        if isinstance(error, (Death, AllClosedError)) or self._rank in self._job.deaths.dead:
+        if self._alone or isinstance(error, (Death, AllClosedError)) or self._rank in self._job.deaths.dead:
             return False
         return isinstance(error, PeerGone) or (self._fabric is not None and bool(self._fabric.ended()))
 
     def regroup(self) -> Generation:
         """See `Survivors`. At a server it ends by SystemExit when all workers have closed."""
+        self._alone = False
+        while True:
+            made = self._come()
+            mine, store, fabric = self._job.seats[self._rank], made.store, made.fabric
+            if not mine.spare:
+                place = made.ranks.index(self._rank)
+            elif mine.number >= 0 and not mine.ready:
+                self._alone, place = True, 0
+                store = StoreRanks(self._job.name, self._job.config, ["localhost"], Roles((0,), ()))
+                fabric = FaultyFabric(1, lambda _: Faults(), ["localhost"])
+            else:
+                continue
+            self._fabric = None if self._alone else fabric
+            found = store.assemble(fabric.rank(place), lambda _error: None)
+            if found is None:
+                raise SystemExit(0)
+            assert isinstance(found.session, Workers)
+            parts = found.session, found.strategy, found.workers_group
+            return Generation(self._number, *parts, made.seats, mine, self._alone)
+
+    def _come(self) -> _Made:
         job, changed = self._job, self._job.deaths.changed
         self._number += 1
         with changed:
+            mine = job.seats[self._rank]
+            if mine.spare and not mine.ready and self._number:
+                changed.wait_for(lambda: max(job.came.values()) >= self._number or job.nobody_is_at_work)
             if self._fabric is not None:
                 self._fabric.give_up()
             job.came[self._rank] = self._number
             changed.notify_all()
-            if not changed.wait_for(lambda: job.all_came(self._number), job.config.timeout_s):
+            limit_s = None if mine.spare else job.config.timeout_s
+            if not changed.wait_for(lambda: job.all_came(self._number), limit_s):
                 raise StallError(f"rank {self._rank}: only {job.came} of the ranks have come to {self._number}")
             if self._rank in job.deaths.dead:
                 raise Death
             if job.closed:
                 raise AllClosedError
-            made = job.made(self._number)
-        self._fabric = made.fabric
-        store = made.store.assemble(made.fabric.rank(made.ranks.index(self._rank)), lambda _error: None)
-        if store is None:
-            raise SystemExit(0)
-        assert isinstance(store.session, Workers)
-        return Generation(self._number, store.session, store.strategy, store.workers_group)
+            return job.made(self._number)
+
+    def has_news(self) -> bool:
+        """See `Survivors`."""
+        job = self._job
+        with job.deaths.changed:
+            coming = {rank for rank, seat in job.seats.items() if seat.spare and seat.number >= 0}
+            return any(job.came[rank] > self._number or rank in job.deaths.dead for rank in coming)
+
+    def is_ready(self, *, admits: bool) -> None:
+        """See `Survivors`."""
+        with self._job.deaths.changed:
+            seat = self._job.seats[self._rank]
+            self._job.seats[self._rank] = seat._replace(admits=True) if admits else seat._replace(ready=True)
 
     def closed(self) -> None:
         """See `Survivors`."""
@@ -148,9 +199,10 @@ def spawn_continued(
 ) -> list[T | None]:
     """Run `body(store)` on thread ranks that are workers of one store and go on without those that die. Blocks.
 
-    Returns what it has returned, in the order of the workers at the start, None for those that are dead. The store is
-    closed after `body`. deaths: of ranks, counted as at the start; one worker has to be left. faults: makes the script
-    of each rank from its number at the start. Otherwise as `spawn_stores`.
+    Returns what it has returned, in the order of the workers at the start and then the spares, None for those that are
+    dead or were not needed. num_workers: with the spares (`config.spares`). The store is closed after `body`.
+    deaths: of ranks, counted as at the start; one worker has to be left. faults: makes the script of each rank from its
+    number at the start. Otherwise as `spawn_stores`.
 
     >>> from mpikv.testing.continued import spawn_continued
     >>> from mpikv.transports.faulty import Deaths
@@ -182,6 +234,8 @@ def spawn_continued(
         try:
             result = body(store)
             store.close()
+        except SystemExit:  # of a spare that nobody needs any more
+            return None
         except Exception:
             if rank in job.deaths.dead:
                 return None

@@ -82,7 +82,7 @@ class Gradients:
         self.scale = 1.0 if self._averages else scale
         # By their numbers at the start, where some may be gone.
         self._me = session.number if self._continues else self._store.rank
-        self._places = 1 + max(session.numbers) if self._continues else self._store.num_workers
+        self._places = session.at_start if self._continues else self._store.num_workers
         self.source = 0
         self.views_as_grads = views_as_grads
         self._bucket_bytes = bucket_bytes

@@ -21,6 +21,10 @@ class Cadence:
         self._steps = 0  # since the last snapshot
         self._ask_in = 1
 
+    def ask_next(self) -> None:
+        """Ask in the next step."""
+        self._ask_in = 1
+
     def ask(self) -> bool:
         """Count a step. Whether all workers ask worker 0 now."""
         self._steps += 1

@@ -20,7 +20,7 @@ from mpikv.common.files import place_of
 from mpikv.errors import MpikvError
 from mpikv.kvstore import KVStore
 from mpikv.observe.stall import say
-from mpikv.optimizers import archive
+from mpikv.optimizers import archive, states_file
 from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import InMemory, Place
 from mpikv.strategies import codec_states
@@ -40,6 +40,8 @@ from mpikv.trainer.generations import Generations
 from mpikv.trainer.parameter import data_written, divide, list_data
 from mpikv.trainer.torch_parameter import TorchBuffer
 from mpikv.trainer.weights import TrainedWeights
+
+KIND_FOR_SPARES, ANOTHER = "mpikv trainer for a spare", "another worker's state"
 
 
 class TrainerFiles(TrainedWeights):
@@ -174,6 +176,9 @@ class TrainerFiles(TrainedWeights):
         """
         if self._begun:
             raise MpikvError("resume after a step: it comes before the first one")
+        if self._session.alone:
+            self._session.take_place(self._give, self._take)
+            return self._steps
         path = self._session.stop_file if fname is None else checks.path("fname", fname)
         shares = self._snapshots.read() if self._snapshots is not None and fname is None else None
         if not path and shares is None:
@@ -213,14 +218,18 @@ class TrainerFiles(TrainedWeights):
     def _restore_weights(self, weights: Mapping[str, Any]) -> None:
         """Copy weights to the owners and into the parameters. Worker 0's are used if several workers have read them."""
         if self._store is None:
-            for name, parameter in self._params.items():
-                for replica in list_data(parameter):
-                    as_numpy.write(replica, weights[name], f"parameter {shown(name)}")
-                data_written(parameter)
+            self._write(weights)
         else:
             self._distribute(self._store, list(self._trained), weights, updated=self._updater is not None)
             fixed = [name for name in self._params if name not in self._trained]
             self._distribute(self._store, fixed, weights, updated=self._asynchronous)
+
+    def _write(self, weights: Mapping[str, Any]) -> None:
+        """Write weights into this worker's parameters. Local."""
+        for name, parameter in self._params.items():
+            for replica in list_data(parameter):
+                as_numpy.write(replica, weights[name], f"parameter {shown(name)}")
+            data_written(parameter)
 
     def _distribute(self, store: KVStore, names: Sequence[str], weights: Mapping[str, Any], *, updated: bool) -> None:
         """Copy worker 0's weights to the owners and into all workers' parameters. updated: whether the store has them
@@ -255,6 +264,8 @@ class TrainerFiles(TrainedWeights):
 
     def _after_step(self) -> None:
         self._take_snapshot_if_due()
+        if self._session.between_steps(self._give, self._take) and self._snapshots is not None:
+            self._snapshots.join()
 
     def _follow_others(self) -> None:
         self.pull_weights()
@@ -282,8 +293,9 @@ class TrainerFiles(TrainedWeights):
         described = checkpoint.described({name: data[name] for name in self._trained})
         sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in described.items()}
         parts = divide(sizes, 1 if alone else min(session.num_workers, len(sizes)))
-        mine = parts[session.rank] if session.rank < len(parts) else []
-        if session.rank == 0:
+        place = 0 if alone else session.rank
+        mine = parts[place] if place < len(parts) else []
+        if place == 0:
             mine += data.keys() - sizes.keys()
         return {
             **self._states_share(SNAPSHOT, alone=alone, of_weights=mine),
@@ -304,6 +316,32 @@ class TrainerFiles(TrainedWeights):
             "weights": {name: value for share in shares for name, value in share["weights"].items()},
             "workers": kept if any(one is not None for one in kept) else [],
         }
+
+    # --- spares
+
+    def _give(self) -> bytes:
+        """What a new worker goes on from: a checkpoint of this worker's, who has everything. Local."""
+        ids = [] if self._snapshots is None else self._snapshots.ids
+        content = self._of_shares([self._share(alone=True)])
+        return archive.to_bytes(KIND_FOR_SPARES, {"checkpoint": content, "snapshots": ids})
+
+    def _take(self, data: bytes) -> None:
+        """Go on from that. The store has its values and states from others, and this trainer all else. Local."""
+        content = archive.from_bytes(data, KIND_FOR_SPARES, ANOTHER)
+        found = content["checkpoint"]
+        checkpoint.check(found, ANOTHER, self._data())
+        states = InMemory(ANOTHER, found)
+        if self._updater is None:
+            load_file(self._local.session, self._local.strategy, states)
+        else:
+            for _, config in states_file.load_states(states).meta["configs"]:
+                self._optimizer.set_attributes(config["attributes"])
+        if self._updater is not None or self._workers_update:
+            self._strategy.follow(self._optimizer, [*self._trained.values()])
+        self._write(found["weights"])
+        self._steps, self._examples, self._factor_open = found["steps"], found["examples"], False
+        if self._snapshots is not None:
+            self._snapshots.join(content["snapshots"])
 
     # --- stopping
 

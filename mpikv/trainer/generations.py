@@ -87,6 +87,17 @@ class Generations:
             self.take(steps)
         self._cadence.decided(bool(due), ask_in, time.monotonic())
 
+    @property
+    def ids(self) -> list[str]:
+        """What a new worker needs, for `join`."""
+        return [self._last, self._whole]
+
+    def join(self, ids: Sequence[str] = ()) -> None:
+        """Ask in the next step, as all others do, since a new worker is there. ids: at that one, another's. Local."""
+        self._cadence.ask_next()
+        if ids:
+            self._last, self._whole = ids
+
     def take(self, steps: int) -> None:
         """Take a snapshot now. Collective, but in an asynchronous store; blocks until the shares are copied.
 

@@ -56,7 +56,7 @@ class Shares:
         self._mean = Share(self.n_gradients)
         self._continues = store is not None and store.session.continues
         if store is not None and self._continues:  # workers have columns, and weights, by their numbers at the start
-            self._rank, self._workers = store.session.number, 1 + max(store.session.numbers)
+            self._rank, self._workers = store.session.number, store.session.at_start
             self._mean = Share(devices, weights=[1.0] * self._workers)
         self._array: HostArray | None = None
         self.joined = False

@@ -81,6 +81,8 @@ class Snapshots:
         self.examples += examples
         if self._generations is not None:
             self._generations.step(self.steps)
+        if self._session.between_steps(self._give, self._take) and self._generations is not None:
+            self._generations.join()
 
     def save(self) -> None:
         """Take a snapshot now. Collective, blocks until it is on the disks. Raises what `step` does, and OSError."""
@@ -99,6 +101,9 @@ class Snapshots:
         """
         if self.steps:
             raise MpikvError("resume after a step: it comes before the first one")
+        if self._session.alone:
+            self._session.take_place(self._give, self._take)
+            return self.steps
         shares = None if self._generations is None else self._generations.read()
         if shares is None:
             return 0
@@ -109,6 +114,11 @@ class Snapshots:
             parts = [whole[worker % len(whole)] for worker in range(self._session.num_workers)]
             say(f"mpikv: goes on from step {shares[0]['steps']}, of the last snapshot")
         found = archive.from_bytes(self._session.scatter(CALL, parts), KIND, "a snapshot")
+        self._restore(found)
+        return self.steps
+
+    def _restore(self, found: Mapping[str, Any]) -> None:
+        """Give the objects back what a share with all common arrays has of them. Local."""
         states = archive.together(found["states"], {**found["common"], **found["own"]}, "the snapshot")
         if states.keys() != self._objects.keys():
             archive.damaged("the snapshot", f"is of the objects {shown([*states])}, not of {shown([*self._objects])}")
@@ -121,14 +131,33 @@ class Snapshots:
             else:
                 archive.damaged("the snapshot", f"array {shown(name)} has shape {state.shape} there, {one.shape} here")
         self.steps, self.examples = found["steps"], found["examples"]
-        return self.steps
+
+    # --- spares
+
+    def _give(self) -> bytes:
+        """What a new worker goes on from: all that this one would save. Local."""
+        text, arrays = self._states()
+        ids = [] if self._generations is None else self._generations.ids
+        content = {"steps": self.steps, "examples": self.examples, "states": text, "common": arrays, "own": {}}
+        return archive.to_bytes(KIND, {**content, "snapshots": ids})
+
+    def _take(self, data: bytes) -> None:
+        found = archive.from_bytes(data, KIND, "another worker's state")
+        self._restore(found)
+        if self._generations is not None:
+            self._generations.join(found["snapshots"])
+
+    # --- shares
+
+    def _states(self) -> tuple[str, dict[str, HostArray]]:
+        states = {name: found[0]() if (found := _methods(one)) else one for name, one in self._objects.items()}
+        return archive.apart(states)
 
     def _share(self) -> dict[str, Any]:
         """This worker's share of all objects. Collective."""
         text, arrays, error = "", dict[str, HostArray](), ""
         try:
-            states = {name: found[0]() if (found := _methods(one)) else one for name, one in self._objects.items()}
-            text, arrays = archive.apart(states)
+            text, arrays = self._states()
         except Exception as raised:  # noqa: BLE001 - of the user's objects; the others wait
             error = f"{type(raised).__name__}: {raised}"
         mine = {name: _digest(array) for name, array in arrays.items()}

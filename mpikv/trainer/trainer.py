@@ -12,7 +12,7 @@ Source of names and defaults: MXNet 1.9, python/mxnet/gluon/trainer.py and model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -261,7 +261,8 @@ class Trainer(TrainerFiles):
             notices.warn_of_sums(n)
 
     def _step(self, share: Share, ignore_stale_grad: bool, *, wait: bool) -> None:
-        batch_size, self._strategy.weights = share.divisor, share.weights
+        batch_size = share.divisor
+        self._weigh(share.weights)
         self._check_batch_size(batch_size)
         self._finish_waiting()
         self._rescale(batch_size)
@@ -393,7 +394,7 @@ class Trainer(TrainerFiles):
         self._need_own_updates("update")
         share = self._shares.of_step(batch_size, None)
         self._rescale(share.divisor)
-        self._strategy.weights = share.weights
+        self._weigh(share.weights)
         grads = self._grads(ignore_stale_grad)
         self._update(grads)
         if self._workers_update:
@@ -420,6 +421,9 @@ class Trainer(TrainerFiles):
             if len(replicas) > 1:
                 self._write_sum(replicas, replicas, f"the gradient of parameter {shown(name)}")
 
+    def _weigh(self, weights: Sequence[float] | None) -> None:
+        self._strategy.weights = None if weights is None else (self._slot(), weights)
+
     def _scale_grads(self, grads: dict[str, list[Any]], ratio: float) -> None:
         for name, replicas in grads.items():
             for replica in replicas:
@@ -431,7 +435,8 @@ class Trainer(TrainerFiles):
     def _update(self, grads: dict[str, list[Any]], factor: float | None = None) -> None:
         """Update the weights by the sums. factor: of the sums; None: this worker's rescale_grad."""
         own = self._optimizer.rescale_grad
-        if (weights := self._strategy.weights) is not None:
+        if self._strategy.weights is not None:
+            _, weights = self._strategy.weights
             for name in grads:
                 there = [weights[worker] for worker in self._strategy.contributors(self._keys[name])]
                 self._scale_grads({name: grads[name][:1]}, 1 / sum(there))

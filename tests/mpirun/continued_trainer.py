@@ -2,13 +2,15 @@
 
 CASE: 'mean' or 'examples', how gradients are averaged; with '-own' the workers update, with '-rows' a parameter is
 row-sparse. Each worker writes FOLDER/N, N its number at the start: a line for each example that it has used, and at the
-end weights and steps.
+end weights and steps. A spare writes FOLDER/N-spare, N the number of the worker whose place it takes; a victim -N is a
+spare.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +24,21 @@ EXAMPLES, BATCH, ROWS = 240, 2, 7
 
 
 def main(folder: str, case: str, victims: str) -> None:
-    with kv.create("dist_sync") as store, (Path(folder) / str(store.rank)).open("w") as log:
-        me, changes = store.rank, list[int]()
+    store = kv.create("dist_sync")
+    me, is_spare, changes = store.session.number, store.session.alone, list[int]()
+    with store, (Path(folder) / f"{me}{'-spare' * is_spare}").open("w") as log:
         store.on_change(lambda: changes.append(store.num_workers))
         rows = case.endswith("-rows")
         weight, bias = mpikv.Parameter(np.zeros((ROWS, 3)), sparse=rows), mpikv.Parameter(np.zeros(1))
         own = False if case.endswith("-own") else None
         trainer = mpikv.Trainer({"w": weight, "b": bias}, "adam", {"learning_rate": 0.1}, store, update_on_kvstore=own)
+        trainer.resume()
         loader = DataLoader(np.arange(float(EXAMPLES)), BATCH, sampler=SplitSampler.for_store(EXAMPLES, store, seed=3))
         for batch in loader:
+            while len(store.session.coming) > store.num_workers and not store.session.has_news():
+                time.sleep(0.01)  # until a spare has come as far as this step, or has died
             for who, when, after_s in [victim_of(one) for one in victims.split(",") if one]:
-                if (who, when) == (me, trainer.steps):
+                if (who, when) == (-me if is_spare else me, trainer.steps):
                     threading.Thread(target=die, args=(after_s,), daemon=True).start()
             if rows:
                 ids = batch.astype(int) % ROWS

@@ -16,7 +16,8 @@ from jobs import Mpi, mpirun, start, text
 
 HERE = Path(__file__).parent
 SURVIVES = ["--with-ft", "ulfm"]
-SEEDS = [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.full) for seed in range(100)]
+SPARES_FROM = 100  # seeds with spares
+SEEDS = [seed if seed in (0, 1, 2, 3, 100, 101) else pytest.param(seed, marks=pytest.mark.full) for seed in range(150)]
 
 
 def run(mpi: Mpi, n: int, program: str, *words: Any, status: int | None = 0, **env: str) -> str:
@@ -32,6 +33,11 @@ def run(mpi: Mpi, n: int, program: str, *words: Any, status: int | None = 0, **e
 def logs(folder: Path) -> dict[int, list[str]]:
     """What each worker has written, by its number at the start."""
     return {int(file.name): file.read_text().splitlines() for file in folder.iterdir() if file.name.isdigit()}
+
+
+def spares_logs(folder: Path) -> dict[int, list[str]]:
+    """What each spare has written, by the number of the worker whose place it took."""
+    return {int(file.name.partition("-")[0]): file.read_text().splitlines() for file in folder.glob("*-spare")}
 
 
 class Death:
@@ -61,6 +67,14 @@ class Death:
             self.victims.pop(next(iter(self.victims)))
             rank = dice.randrange(self.n)
             self.victims[-1 - rank] = f"r{rank}+{dice.choice([30, 300, 1000]) * dice.random():.0f}"
+        self.spares = dice.randint(1, 2) if seed >= SPARES_FROM else 0
+        if self.spares:
+            self.env["MPIKV_SPARES"] = str(self.spares)
+            if dice.random() < 0.3:  # any rank, at any time
+                rank = dice.randrange(self.n + self.spares)
+                self.victims[-1 - rank] = f"r{rank}+{dice.choice([30, 300, 1000]) * dice.random():.0f}"
+                self.victims.pop(next(iter(self.victims)))
+            self.n += self.spares
 
     def __str__(self) -> str:
         return f"{self.n} ranks, {self.env}, victims {', '.join(self.victims.values())}"
@@ -82,7 +96,13 @@ def test_random_deaths(openmpi: Mpi, seed: int, tmp_path: Path) -> None:
             contributors = int(float.fromhex(line.split()[2]))
             assert survivors & ~contributors == 0, f"{death}: {line} lacks a survivor"
             assert contributors & ~before == 0, f"{death}: {line} has a worker that had gone"
-            before = contributors
+            before = contributors if not death.spares else before
+    for number, log in spares_logs(tmp_path).items():
+        if log and log[-1] == "end":
+            whole = next(iter(ended.values()))
+            assert log == whole[len(whole) - len(log) :], f"{death}: a spare for worker {number} has other values"
+            sums = [int(float.fromhex(line.split()[2])) for line in log if line.endswith(" sum")]
+            assert all(total >> number & 1 for total in sums), f"{death}: worker {number} is missing"
 
 
 def test_ranks_that_are_suspended_are_given_up(openmpi: Mpi, tmp_path: Path) -> None:
@@ -120,6 +140,21 @@ def test_a_training_goes_on(openmpi: Mpi, case: str, victims: str, tmp_path: Pat
     assert set(used.values()) == {1}
     # Of each of the dead at most the batch it was at, the two loaded ahead, and what is no full batch for all any more.
     assert sum(used.values()) >= 240 - len(dead) * (3 * 2 + 6), used
+
+
+@pytest.mark.parametrize("case", ["mean", "examples-own"])
+@pytest.mark.parametrize(("victims", "spares"), [("1@9", 1), ("0@12+3,2@20+1", 2), ("0@9,-0@15", 2)])
+def test_a_spare_takes_a_dead_ones_place(openmpi: Mpi, case: str, victims: str, spares: int, tmp_path: Path) -> None:
+    """With its states and its part of the data: the number of workers stays."""
+    run(openmpi, 3 + spares, "continued_trainer.py", tmp_path, case, victims, MPIKV_SPARES=str(spares))
+    written, of_spares = logs(tmp_path), spares_logs(tmp_path)
+    ends = [log[-1].split(" [")[:3] for log in (*written.values(), *of_spares.values()) if log[-1].startswith("end ")]
+    assert len(ends) == 3, "as many workers end as have begun"
+    assert all(end == ends[0] for end in ends)
+    used = Counter(line for log in (*written.values(), *of_spares.values()) for line in log if "example" in line)
+    assert set(used.values()) == {1}
+    # Of each death at most what the dead had in its batch, and in those of the steps until a spare had come.
+    assert sum(used.values()) >= 240 - victims.count("@") * 2 * 4, used
 
 
 @pytest.mark.parametrize("case", ["model", "optimizer"])

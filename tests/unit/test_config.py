@@ -33,6 +33,7 @@ SETTINGS = {
     "snapshot_dir": ("", "/scratch/snapshots", "/scratch/snapshots"),
     "snapshot_s": (30.0, "2.5", 2.5),
     "on_failure": ("abort", "Continue", "continue"),
+    "spares": (0, "2", 2),
     "restart": (0, "2", 2),
 }
 

@@ -1,0 +1,124 @@
+"""Spares that take the places of workers in a training, over thread ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from store_modes import MESSAGES, Mode
+
+import mpikv
+from mpikv import kv
+from mpikv.data import DataLoader, SplitSampler
+from mpikv.errors import ConfigError
+from mpikv.testing.continued import spawn_continued
+from mpikv.transports.faulty import Deaths, Faults
+
+EXAMPLES, BATCH, DIES_IN = 90, 2, 4
+END_AT = 10  # a multiple of so many steps, when there are as many workers again
+KINDS = "trainer", "own updates", "examples", "snapshots"
+
+
+class Training:
+    """kind: who counts steps; with 'own updates' the workers update, with 'examples' they tell how many they have."""
+
+    def __init__(self, store: Any, kind: str) -> None:
+        self.store, self.kind, self.weight = store, kind, mpikv.Parameter(np.zeros(2))
+        self.sampler: Any = SplitSampler.for_store(EXAMPLES, store, seed=3)
+        self.snapshots: Any = None
+        if kind == "snapshots":
+            self.loader = DataLoader(np.arange(EXAMPLES), BATCH, sampler=self.sampler)
+            self.snapshots = mpikv.Snapshots(store, {"weight": self.weight.data, "loader": self.loader})
+            store.init("g", np.zeros(2))
+            self.snapshots.resume()
+        else:
+            own = False if kind == "own updates" else None
+            self.trainer = mpikv.Trainer([self.weight], "adam", {"learning_rate": 0.1}, store, update_on_kvstore=own)
+            self.trainer.resume()
+            self.loader = DataLoader(np.arange(EXAMPLES), BATCH, sampler=self.sampler)
+        self.counts: Any = self.snapshots or self.trainer
+        self.epoch = int(self.counts.examples // EXAMPLES)
+
+    def step(self, batch: Any) -> None:
+        gradient = batch.mean() + self.weight.data
+        if self.kind == "snapshots":
+            self.store.pushpull("g", gradient)
+            self.weight.data -= 0.1 * gradient
+            self.snapshots.step()
+            return
+        self.weight.grad[...] = gradient
+        if self.kind == "examples":
+            self.trainer.step(examples=len(batch))
+        else:
+            self.trainer.step()  # which does not count examples: the sampler knows which epoch it is
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", [Mode("dist_sync", 4), MESSAGES._replace(workers=4)], ids=["memory", "messages"])
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_training_has_as_many_workers_again(kind: str, mode: Mode, dead: int) -> None:
+    deaths, lock, used = Deaths(), threading.Lock(), Counter[tuple[int, int]]()
+
+    def body(store: Any) -> tuple[int, int, int, list[float], float]:
+        is_spare, training = store.session.alone, Training(store, kind)
+        while True:
+            training.loader.set_epoch(training.epoch)
+            for batch in training.loader:
+                steps = training.counts.steps
+                if steps > DIES_IN and steps % END_AT == 0 and store.num_workers == 3:
+                    weights, examples = training.weight.data.tolist(), training.counts.examples
+                    return store.rank, store.session.number, steps, weights, examples
+                if store.session.number == dead and not is_spare and training.counts.steps == DIES_IN:
+                    deaths.die_in(dead, calls=1)
+                    store.barrier()
+                training.step(batch)
+                with lock:
+                    used.update((training.epoch, int(i)) for i in batch)
+            training.epoch += 1
+            if training.counts.examples:
+                training.counts.examples = training.epoch * EXAMPLES
+
+    found = mode.run_continued(body, deaths, lambda _: Faults(), spares=1)
+    assert found[dead] is None
+    results = [one for one in found if one is not None]
+    assert sorted(rank for rank, *_ in results) == [0, 1, 2]
+    assert all(rank == number for rank, number, *_ in results), "workers have their ranks again"
+    (_,) = {(steps, tuple(weights), examples) for _, _, steps, weights, examples in results}
+    assert max(used.values()) == 1, "no example is used twice in an epoch"
+
+
+def test_a_spare_that_nobody_needs_ends() -> None:
+    def body(store: Any) -> int:
+        store.init("w", np.zeros(2))
+        store.pushpull("w", np.ones(2))
+        return store.num_workers  # type: ignore[no-any-return]
+
+    assert spawn_continued("dist_sync", 4, body, config=mpikv.Config(spares=2, timeout_s=20)) == [2, 2, None, None]
+
+
+def test_a_spare_takes_its_place_before_the_first_step() -> None:
+    deaths, told = Deaths(), list[str]()
+
+    def body(store: Any) -> None:
+        trainer = mpikv.Trainer([mpikv.Parameter(np.zeros(2))], "sgd", kvstore=store)
+        if store.session.alone:
+            for call in (trainer.step, lambda: store.push("trainer0/0", np.ones(2))):
+                with pytest.raises(ConfigError, match="takes a worker's place in resume") as raised:
+                    call()
+                told.append(str(raised.value))
+        elif store.session.number == 1:
+            deaths.die_in(1, calls=1)
+        store.barrier()
+
+    spawn_continued("dist_sync", 3, body, config=mpikv.Config(spares=1, timeout_s=20), deaths=deaths)
+    assert len(told) == 2
+
+
+def test_settings() -> None:
+    with pytest.raises(ConfigError, match="2 spares among 2 ranks leave no worker"):
+        spawn_continued("dist_sync", 2, lambda _: None, config=mpikv.Config(spares=2))
+    with pytest.raises(ConfigError, match="set MPIKV_ON_FAILURE=continue, too"):
+        kv.create("dist_sync", config=mpikv.Config(spares=1))
