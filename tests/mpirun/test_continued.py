@@ -143,7 +143,7 @@ def test_a_training_goes_on(openmpi: Mpi, case: str, victims: str, tmp_path: Pat
     assert sum(used.values()) >= 240 - len(dead) * (3 * 2 + 6), used
 
 
-@pytest.mark.parametrize("case", ["mean", "examples-own"])
+@pytest.mark.parametrize("case", ["mean", "examples-own", "mean-rows"])
 @pytest.mark.parametrize(("victims", "spares"), [("1@9", 1), ("0@12+3,2@20+1", 2), ("0@9,-0@15", 2)])
 def test_a_spare_takes_a_dead_ones_place(openmpi: Mpi, case: str, victims: str, spares: int, tmp_path: Path) -> None:
     """With its states and its part of the data: the number of workers stays."""
