@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -54,7 +54,7 @@ def bounds(n: int, num_parts: int, part_index: int) -> tuple[int, int]:
 class _Iteration(NamedTuple):
     """Where a worker is in its n-th iteration. start: of the first split. splits: the numbers of the workers of each
     earlier one, and how many examples each worker has drawn of it. numbers: of the workers of the present one. drawn:
-    how many examples this worker has drawn, of which its program has had some.
+    how many examples this worker has drawn, of which its program has had some. of: what tells the sampler from others.
     """
 
     n: int = 0
@@ -64,6 +64,7 @@ class _Iteration(NamedTuple):
     numbers: Sequence[int] = ()
     drawn: int = 0
     had: int = 0
+    of: Sequence[Any] = ()
 
 
 class SplitSampler:
@@ -123,6 +124,7 @@ class SplitSampler:
         self._had: int | None = None  # how many of those the program has had, if something loads ahead
         self._iteration = _Iteration()
         self._next: _Iteration | None = None  # which others have begun before workers have gone
+        self._may_join: Callable[[], bool] = bool  # whether this worker may still go on in the middle of that
 
     @classmethod
     def for_store(
@@ -147,12 +149,20 @@ class SplitSampler:
         return made
 
     def _follow(self, session: Any) -> None:
-        """Split anew what is left when workers have gone for good. All of them have made this sampler."""
-        name, me = f"sampler {len(session.tells)}", weakref.ref(self)
-        self._follows, self._lock = True, threading.Lock()
-        self._numbers, self._number, self._is_new = [*session.coming], session.number, session.alone
+        """Split anew what is left when workers have gone for good. All of them have made this sampler, under one name.
 
-        def others() -> list[_Iteration]:
+        One that a spare makes before its first step is that of the others with the same examples.
+        """
+        me, same = weakref.ref(self), [self.length, self.seed, self.shuffle, self.last]
+        self._follows, self._lock, self._of = True, threading.Lock(), same
+        self._numbers, self._number = [*session.coming], session.number
+        self._is_new = session.alone or session.has_come
+        self._may_join = lambda: session.has_come
+        theirs = [(_Iteration(*one), name) for told in session.told for name, one in told.items() if one]
+        theirs = [one for one in theirs if session.has_come and one[0].of == same]
+        name = max(theirs, key=lambda one: (one[0].epoch, one[0].n))[1] if theirs else session.new_sampler()
+
+        def told() -> list[_Iteration]:
             return [_Iteration(*one[name]) for one in session.told if one.get(name)]
 
         def tell() -> _Iteration | None:
@@ -161,17 +171,22 @@ class SplitSampler:
 
         def changed() -> None:
             if (sampler := me()) is not None:
-                sampler._changed(others(), [*session.coming])  # noqa: SLF001 - of this class
+                sampler._changed(told(), [*session.coming])  # noqa: SLF001 - of this class
+
+        def forget() -> None:
+            session.tells.pop(name, None)
+            session.on_change.remove(changed)
 
         session.tells[name] = tell
         session.on_change.append(changed)
-        if begun := others():  # this worker has just taken a place
-            self._is_new = True
+        weakref.finalize(self, forget).atexit = False
+        if begun := told():
             self._changed(begun, self._numbers)
 
     def _tell(self) -> _Iteration:
         with self._lock:
-            return self._iteration._replace(drawn=self._drawn, had=self._drawn if self._had is None else self._had)
+            had = self._drawn if self._had is None else self._had
+            return self._iteration._replace(drawn=self._drawn, had=had, of=self._of)
 
     def _changed(self, told: Sequence[_Iteration], numbers: list[int]) -> None:
         """Others have come or gone. told: where all were. numbers: of the workers that are left, or will come."""
@@ -179,7 +194,7 @@ class SplitSampler:
             is_new, self._is_new, before = self._is_new, False, self._numbers
             self._numbers, self.num_parts, self.part_index = numbers, len(numbers), numbers.index(self._number)
             last = max(told, key=lambda one: (one.n, one.drawn), default=_Iteration())
-            if not last.n or (numbers == before and not is_new):
+            if not last.n or (numbers == before and last.n == self._iteration.n):
                 return
             if last.numbers != numbers:
                 n = last.drawn - sum(n for _, n in last.splits)
@@ -247,6 +262,8 @@ class SplitSampler:
         """
         with self._lock:
             there, self._had = self._next, None
+            if there is not None and there.had and not self._may_join():
+                there = None  # of an epoch that had ended before this worker came
             if there is not None and there.had and self.epoch < there.epoch:  # the others have ended this epoch
                 self._mine = np.empty(0, np.int64)
                 self._drawn = self._before = 0

@@ -83,6 +83,7 @@ class Session:
     coming: Sequence[int] = (0,)  # of those that are here or will come
     alone = False  # whether this is a spare, whose program has begun and which is no worker yet
     has_spares = False
+    has_come = False  # whether this was a spare, and has not made a step yet
     activity: Activity | None = None  # what this rank does in the store; None where nobody ever waits for it
 
     def __init__(self, name: str, config: Config | None = None, spaces: Spaces | None = None) -> None:

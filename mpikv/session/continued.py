@@ -130,6 +130,7 @@ class ContinuedSession(Session):
         self.keeper: Continuing
         self.number, self.at_start = self.now.mine.number, self.now.mine.of
         self.has_spares = config.spares > 0
+        self._n_samplers = 0  # that have got names
         self._gives: list[Callable[[], bytes]] = []  # what makes the steps of the program
         self.is_new = self.alone  # this worker, which has not got yet what it goes on from
         self._new: Sequence[int] = ()  # ranks of workers of which that is so
@@ -306,7 +307,7 @@ class ContinuedSession(Session):
             session.listen_for(self._asks)
         told = {name: tell() for name, tell in self.tells.items()}
         known = {"new": self.is_new, "steps": self._steps, "ended": self._ended, "told": told}
-        known |= {"stop": before.stopping.told(), "reads": before.stopping.reads}
+        known |= {"samplers": self._n_samplers, "stop": before.stopping.told(), "reads": before.stopping.reads}
         reports = self.everywhere({**self.keeper.report(), **known})
         self._new = [rank for rank, report in enumerate(reports) if report["new"]]
         self.told = [report["told"] for report in reports]
@@ -317,6 +318,7 @@ class ContinuedSession(Session):
         session.stopping.go_on([report["stop"] for report in reports])
         if self.is_new:  # the others are all in the same place of their programs
             self._ended, self._steps = dict(self._ended_by_all), self._admits_after
+            self._n_samplers = max(report["samplers"] for report in reports)
             session.stopping.read_as(max(report["reads"] for report in reports))
         self.keeper.catch_up(reports)
 
@@ -331,6 +333,7 @@ class ContinuedSession(Session):
     def between_steps(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> bool:
         if self.alone:
             raise ConfigError("a spare (MPIKV_SPARES) takes a worker's place in resume(), before the first step")
+        self.has_come = False
         return self.has_spares and self._let_in(give, take)
 
     def _let_in(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> bool:
@@ -372,6 +375,11 @@ class ContinuedSession(Session):
         """Whether a spare that was coming is ready, or dead. Local."""
         return self._survivors.has_news()
 
+    def new_sampler(self) -> str:
+        """A name for what the workers draw examples from; the same on all that make theirs in the same order. Local."""
+        self._n_samplers += 1
+        return f"sampler {self._n_samplers}"
+
     def take_place(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> None:
         self._survivors.is_ready(admits=False)
         try:
@@ -380,6 +388,7 @@ class ContinuedSession(Session):
             self.abandon()
             raise SystemExit(0) from None
         say(f"mpikv: a spare has taken the place of worker {self.number}: {self.num_workers} workers go on")
+        self.has_come = True
         self._let_in(give, take)
 
     # --- calls of all workers

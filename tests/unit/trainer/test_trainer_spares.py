@@ -19,11 +19,13 @@ from mpikv.transports.faulty import Deaths, Faults
 
 EXAMPLES, BATCH, DIES_IN = 90, 2, 4
 END_AT = 10  # a multiple of so many steps, when there are as many workers again
-KINDS = "trainer", "own updates", "examples", "snapshots"
+KINDS = "trainer", "own updates", "examples", "snapshots", "anew"
 
 
 class Training:
-    """kind: who counts steps; with 'own updates' the workers update, with 'examples' they tell how many they have."""
+    """kind: who counts steps; with 'own updates' the workers update, with 'examples' they tell how many they have; with
+    'anew' each epoch has a sampler of its own, and one of the same examples was made before.
+    """
 
     def __init__(self, store: Any, kind: str) -> None:
         self.store, self.kind, self.weight = store, kind, mpikv.Parameter(np.zeros(2))
@@ -41,6 +43,10 @@ class Training:
             self.loader = DataLoader(np.arange(EXAMPLES), BATCH, sampler=self.sampler)
         self.counts: Any = self.snapshots or self.trainer
         self.epoch = int(self.counts.examples // EXAMPLES)
+
+    def load_anew(self) -> None:
+        self.sampler = SplitSampler.for_store(EXAMPLES, self.store, seed=3)
+        self.loader = DataLoader(np.arange(EXAMPLES), BATCH, sampler=self.sampler)
 
     def step(self, batch: Any) -> None:
         gradient = batch.mean() + self.weight.data
@@ -65,6 +71,8 @@ def test_a_training_has_as_many_workers_again(kind: str, mode: Mode, dead: int) 
     def body(store: Any) -> tuple[int, int, int, list[float], float]:
         is_spare, training = store.session.alone, Training(store, kind)
         while True:
+            if kind == "anew":
+                training.load_anew()
             training.loader.set_epoch(training.epoch)
             for batch in training.loader:
                 steps = training.counts.steps
