@@ -90,8 +90,7 @@ def test_random_deaths(openmpi: Mpi, seed: int, tmp_path: Path) -> None:
     ended = {worker: log for worker, log in written.items() if log and log[-1] == "end"}
     assert len(ended.keys() - death.victims.keys()) >= death.workers - len(death.victims), f"{death}: {output}"
     assert len({tuple(log) for log in ended.values()}) == 1, f"{death}: survivors have other values"
-    # Where a rank dies before they know who is a server, all that are left are workers.
-    survivors, before = sum(1 << worker for worker in ended), (1 << death.n) - 1
+    survivors, before = sum(1 << worker for worker in ended), (1 << death.workers) - 1
     for line in next(iter(ended.values())):
         if line.endswith(" sum"):
             contributors = int(float.fromhex(line.split()[2]))
