@@ -40,7 +40,7 @@ from mpikv.runtime import abort, suspended
 from mpikv.runtime.coming import awaited
 from mpikv.runtime.loaded import mapped_files
 from mpikv.server.roles import Roles
-from mpikv.session.continued import AllClosedError, Generation
+from mpikv.session.generation import AllClosedError, Generation
 from mpikv.session.workers import Workers
 from mpikv.transports.mpi import MpiRequest, MpiTransport
 

@@ -9,10 +9,6 @@ each keeps its result; then all agree that they have one. Whoever has seen this 
 result, too, also where a death keeps them from learning it. So either all end the call with what they have, or all make
 it again.
 
-A spare begins its program when a place is free, in a store of its own alone, and comes to the others as `take_place`
-says: first it makes them all come together, so that they know of it and of how many steps each has made; after the next
-step that none of them has ended they come together once more, with it, and one of them gives it what it goes on from.
-
 Cost: of a call without keys one agreement more; of a push nothing.
 """
 
@@ -22,74 +18,26 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mpikv.config import Config
 from mpikv.engine.operation import Operation
-from mpikv.errors import ConfigError, PeerError, StallError, UnsupportedError
+from mpikv.errors import PeerError, StallError
 from mpikv.observe.activity import Activity
 from mpikv.observe.program import WorkerStatus
 from mpikv.observe.recorder import Recorder
-from mpikv.observe.stall import say
 from mpikv.optimizers.base import Optimizer
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import AttributeLog
 from mpikv.placement.members import Members
-from mpikv.placement.spares import Seat
+from mpikv.session.admission import Admission, Give, Take
 from mpikv.session.base import Pending, Session, Updater
+from mpikv.session.generation import AllClosedError, Generation, Survivors
 from mpikv.session.waits import Waits
 from mpikv.session.workers import Workers
 
 T = TypeVar("T")
-# Topics: all have the result of a call; what survivors tell each other; spares are let in, and get what they need.
-END, RECOVERY, ADMISSION, TO_SPARES = "the end of a call", "recovery", "the admission of a spare", "a spare's begin"
-
-
-WHOLE = b"\0"  # before what a spare begins with; else there is an error
-
-
-class Generation(NamedTuple):
-    """The ranks from one death to the next: what a store of theirs has. number: how often survivors have come together.
-
-    strategy: a `Strategy`. calls: a `WorkersGroup`. seats: of all ranks, and mine: of this one. alone: the store is of
-    this rank alone, a spare.
-    """
-
-    number: int
-    session: Workers
-    strategy: Any
-    calls: Any
-    seats: Sequence[Seat]
-    mine: Seat
-    alone: bool = False
-
-
-class Survivors(Protocol):
-    """How the ranks that are left find each other: those of MPI (create/survivors.py), or threads in tests."""
-
-    def is_death(self, error: BaseException) -> bool:
-        """Whether an error comes from the end of a rank of the present generation. Local."""
-
-    def regroup(self) -> Generation:
-        """Begin the next generation, with the ranks that are left. Collective over them, blocks.
-
-        Raises AllClosedError, and what `is_death` knows where another rank dies meanwhile.
-        """
-
-    def is_ready(self, *, admits: bool) -> None:
-        """Say so when ranks come together next: this spare is ready, or, with `admits`, this worker lets spares in.
-        Local.
-        """
-
-    def has_news(self) -> bool:
-        """Whether a spare that was coming is ready, or dead. Local."""
-
-    def closed(self) -> None:
-        """Tell the others that this worker has seen all agree to close the store. Local."""
-
-
-class AllClosedError(Exception):
-    """Another worker has seen all agree to close the store: so they have, and this one has only not learned of it."""
+END, RECOVERY = "the end of a call", "recovery"  # topics: all have the result of a call; what survivors tell each other
 
 
 class Continuing(Protocol):
@@ -119,7 +67,7 @@ class ContinuedSession(Session):
     continues = True
 
     def __init__(self, name: str, config: Config, survivors: Survivors) -> None:
-        self._survivors = survivors
+        self.survivors = survivors
         try:
             self.now = self._regrouped()
         except AllClosedError:
@@ -130,12 +78,8 @@ class ContinuedSession(Session):
         self.keeper: Continuing
         self.number, self.at_start = self.now.mine.number, self.now.mine.of
         self.has_spares = config.spares > 0
+        self.admission = Admission(self)
         self._n_samplers = 0  # that have got names
-        self._gives: list[Callable[[], bytes]] = []  # what makes the steps of the program
-        self.is_new = self.alone  # this worker, which has not got yet what it goes on from
-        self._new: Sequence[int] = ()  # ranks of workers of which that is so
-        self._steps = 0  # that have ended
-        self._admits_after = 0  # so many, if spares are ready
         self.tells: dict[str, Callable[[], Any]] = {}  # what else each worker tells the others after a death, as JSON
         self.told: list[dict[str, Any]] = []  # by all of them
         self._ended: dict[str, int] = {}  # by topic, how many calls have ended here
@@ -256,9 +200,9 @@ class ContinuedSession(Session):
             try:
                 return attempt()
             except Exception as error:
-                if self.now.number == number and not self._survivors.is_death(error):
+                if self.now.number == number and not self.survivors.is_death(error):
                     raise
-            self._recover(number)
+            self.recover(number)
         return attempt()
 
     @property
@@ -268,12 +212,12 @@ class ContinuedSession(Session):
     def _regrouped(self) -> Generation:
         while True:
             try:
-                return self._survivors.regroup()
+                return self.survivors.regroup()
             except Exception as error:
-                if not self._survivors.is_death(error):
+                if not self.survivors.is_death(error):
                     raise
 
-    def _recover(self, number: int, *, admits: bool = False) -> None:
+    def recover(self, number: int, *, admits: bool = False) -> None:
         """Go on from generation `number` to the next, unless another thread has done so. Collective, blocks.
 
         admits: and let in spares that are ready.
@@ -282,7 +226,7 @@ class ContinuedSession(Session):
             if self.now.number != number:
                 return
             if admits:
-                self._survivors.is_ready(admits=True)
+                self.survivors.is_ready(admits=True)
             self.keeper.settle()
             before = self.now.session
             with before.activity.during("a recovery"):
@@ -293,7 +237,7 @@ class ContinuedSession(Session):
                         self._begin(before)
                         break
                     except Exception as error:
-                        if not self._survivors.is_death(error):
+                        if not self.survivors.is_death(error):
                             raise
         for call in self.on_change:
             call()
@@ -306,18 +250,17 @@ class ContinuedSession(Session):
         if self._asks is not None:
             session.listen_for(self._asks)
         told = {name: tell() for name, tell in self.tells.items()}
-        known = {"new": self.is_new, "steps": self._steps, "ended": self._ended, "told": told}
+        known = {**self.admission.told(), "ended": self._ended, "told": told}
         known |= {"samplers": self._n_samplers, "stop": before.stopping.told(), "reads": before.stopping.reads}
         reports = self.everywhere({**self.keeper.report(), **known})
-        self._new = [rank for rank, report in enumerate(reports) if report["new"]]
+        self.admission.heard(reports)
         self.told = [report["told"] for report in reports]
         self._ended_by_all = {}
         for ended in (report["ended"] for report in reports if not report["new"]):
             self._ended_by_all |= {topic: max(n, self._ended_by_all.get(topic, 0)) for topic, n in ended.items()}
-        self._admits_after = max(report["steps"] for report in reports)
         session.stopping.go_on([report["stop"] for report in reports])
-        if self.is_new:  # the others are all in the same place of their programs
-            self._ended, self._steps = dict(self._ended_by_all), self._admits_after
+        if self.admission.is_new:  # the others are all in the same place of their programs
+            self._ended = dict(self._ended_by_all)
             self._n_samplers = max(report["samplers"] for report in reports)
             session.stopping.read_as(max(report["reads"] for report in reports))
         self.keeper.catch_up(reports)
@@ -330,66 +273,24 @@ class ContinuedSession(Session):
 
     # --- spares
 
-    def between_steps(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> bool:
-        if self.alone:
-            raise ConfigError("a spare (MPIKV_SPARES) takes a worker's place in resume(), before the first step")
-        self.has_come = False
-        return self.has_spares and self._let_in(give, take)
+    def between_steps(self, give: Give, take: Take) -> bool:
+        return self.admission.between_steps(give, take)
 
-    def _let_in(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> bool:
-        if give not in (self._gives or [give]):
-            raise ConfigError("with spares (MPIKV_SPARES) one Trainer, or one Snapshots, makes all steps of a store")
-        self._gives, number = [give], self.now.number
-        while True:
-            if self._new:
-                self._begin_new(give, take)
-            elif self._steps == self._admits_after and any(seat.ready for seat in self.now.seats):
-                self.keeper.finish(ADMISSION)
-                present = self.now.number
-                self.whole(ADMISSION, lambda: self.now.session.barrier())  # noqa: PLW0108 - each time that of now
-                self._recover(present, admits=True)
-            elif self.has_news():
-                self._recover(self.now.number)
-            else:
-                self._steps += 1
-                return self.now.number != number
+    def take_place(self, give: Give, take: Take) -> None:
+        self.admission.take_place(give, take)
 
-    def from_an_old_one(self, give: Callable[[], bytes]) -> bytes:
-        """What the first worker that is not new gives to those that are. Collective, blocks."""
-        session = self.now.session
-        giver = next(rank for rank in range(session.num_workers) if rank not in self._new)
-        gathered = session.gather(TO_SPARES, give() if session.rank == giver else b"")
-        parts = [b"".join(gathered) if rank in self._new else b"" for rank in range(session.num_workers)]
-        return session.scatter(TO_SPARES, parts)
-
-    def _begin_new(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> None:
-        """Let new workers go on from what others have. Collective, blocks."""
-        found = self.whole(TO_SPARES, lambda: self.from_an_old_one(lambda: _given(give)))
-        if self.is_new and found[:1] != WHOLE:
-            raise UnsupportedError(f"a spare cannot take a worker's place: {found.decode()}")
-        if self.is_new:
-            take(found[len(WHOLE) :])
-        self.is_new, self._new = False, ()
+    @property
+    def has_come(self) -> bool:  # type: ignore[override]
+        return self.admission.has_come
 
     def has_news(self) -> bool:
         """Whether a spare that was coming is ready, or dead. Local."""
-        return self._survivors.has_news()
+        return self.survivors.has_news()
 
     def new_sampler(self) -> str:
         """A name for what the workers draw examples from; the same on all that make theirs in the same order. Local."""
         self._n_samplers += 1
         return f"sampler {self._n_samplers}"
-
-    def take_place(self, give: Callable[[], bytes], take: Callable[[bytes], None]) -> None:
-        self._survivors.is_ready(admits=False)
-        try:
-            self._recover(self.now.number)
-        except AllClosedError:
-            self.abandon()
-            raise SystemExit(0) from None
-        say(f"mpikv: a spare has taken the place of worker {self.number}: {self.num_workers} workers go on")
-        self.has_come = True
-        self._let_in(give, take)
 
     # --- calls of all workers
 
@@ -422,7 +323,7 @@ class ContinuedSession(Session):
         except (PeerError, StallError):
             raise
         except Exception as error:
-            if self._survivors.is_death(error):
+            if self.survivors.is_death(error):
                 raise
             failed = error
 
@@ -478,7 +379,7 @@ class ContinuedSession(Session):
         try:
             self.now.session.request_stop(why)
         except Exception as error:
-            if not self._survivors.is_death(error):
+            if not self.survivors.is_death(error):
                 raise  # else the wish is noted, and the survivors tell it each other in their next call
 
     def listen_for(self, asked: Callable[[], str | None]) -> None:
@@ -492,7 +393,7 @@ class ContinuedSession(Session):
         with contextlib.suppress(AllClosedError):
             self.again(lambda: self.now.strategy.close())  # noqa: PLW0108 - each time that of now
         if not self.alone:
-            self._survivors.closed()
+            self.survivors.closed()
 
     def not_given(self) -> Iterator[BaseException]:
         return self.now.session.not_given()
@@ -500,11 +401,3 @@ class ContinuedSession(Session):
     def abandon(self) -> None:
         super().abandon()
         self.now.session.abandon()
-
-
-def _given(give: Callable[[], bytes]) -> bytes:
-    """What a worker gives to a spare, or why it cannot, for which the others must not wait."""
-    try:
-        return WHOLE + give()
-    except Exception as error:  # noqa: BLE001 - of the user's objects
-        return f"{type(error).__name__}: {error}".encode()

@@ -1,421 +1,47 @@
-"""The strategy of a store whose workers go on without those that die: each has all values and all optimizer states.
+"""What a worker of a store that goes on does when a rank has died: what survivors give each other, and make again.
 
-A push is added over the workers by the strategy of the present generation, whatever its exchange, which has no
-optimizer: its owners and servers hold nothing that a round does not bring. Every worker gets the sum, and updates its
-own value with it, with the same bits everywhere. So any survivor has what is needed, and a death costs the round that
-is under way: each worker keeps what it has brought to a round until it has the sum, and brings it again.
-
-A worker makes one round of a key after the other: a second push of a key waits for the round before it.
+Any survivor has all values and states (kept_rounds.py), so a death costs the rounds that are under way: who has
+completed one gives the others its result, and where nobody has all make it again (placement/recovery.py).
 
 What codecs of pushes hold of earlier rounds goes on in the next generation; of a round that is made again, what they
-held before it, since it is encoded again. Those on GPUs begin anew, as do owners' codecs of answers.
-
-Cost: values, states and their updates once on each worker, as in data-parallel training without owners; a copy of what
-is pushed, and of its codec's state; no message more.
+held before it, since it is encoded again. Those on GPUs begin anew, as do owners' codecs of answers. A spare that has
+become a worker gets everything.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import cloudpickle
 import numpy as np
 
-from mpikv.arrays.as_numpy import HostArray, dtype_of, sum_dtype
-from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.as_numpy import HostArray, dtype_of
 from mpikv.arrays.row_sparse import RowSparse
-from mpikv.common.checks import shown
-from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
-from mpikv.observe.stall import Waiting
 from mpikv.optimizers import archive
-from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.owner import AS_SET, KEPT_ATTRIBUTES, Owner
-from mpikv.optimizers.row_table import RowTable
 from mpikv.optimizers.states import StateRecord, on_host
 from mpikv.optimizers.states_file import KIND, InMemory, load_states, packed
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import Key, KeyInfo
-from mpikv.placement.labels import FACTOR, AttributeLog
-from mpikv.placement.recovery import EARLY, Report, Rounds, givers
-from mpikv.session.base import NewKey, Pending
+from mpikv.placement.recovery import EARLY, Report, givers
+from mpikv.session.base import NewKey
 from mpikv.session.continued import RECOVERY, ContinuedSession
-from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, wait_for_all
-from mpikv.strategies.continued_rows import ContinuedRows, added, rows_of
-from mpikv.strategies.local import LocalStrategy
+from mpikv.strategies.base import Loaded, Read
+from mpikv.strategies.kept_rounds import SET, KeptRounds, Served, pickled_copy
 from mpikv.strategies.states import LOAD
 
 KIND_OF_VALUES = "mpikv values of survivors"
-SET = "set_optimizer"
 
 
-def pickled_copy(optimizer: Optimizer) -> Optimizer:
-    """A copy, as an owner in another process would get it. Raises ConfigError where that is not possible."""
-    try:
-        return cloudpickle.loads(cloudpickle.dumps(optimizer))  # type: ignore[no-any-return]
-    except Exception as error:
-        raise ConfigError(f"set_optimizer: {type(optimizer).__name__} cannot be pickled: {error}") from error
-
-
-class KeptRound:
-    """A round that this worker has opened: what it brings to it, and where the sum comes.
-
-    attributes: of the key's optimizer, when it was pushed. weights: see `Strategy`. owed: what this worker's codec held
-    before it. sinks: where its value goes.
-    """
-
-    def __init__(
-        self,
-        info: KeyInfo,
-        total: SpaceArray,
-        op: Reduction,
-        attributes: Mapping[str, Any] | None,
-        weights: Sequence[float] | None,
-    ) -> None:
-        self.info, self.total, self.op, self.attributes, self.weights = info, total, op, attributes, weights
-        self.sum: SpaceArray
-        self.rows: Callable[[], RowSparse]  # of a row-sparse key: gives the sum, once it has come
-        self.owed: Sequence[StateRecord]
-        self.transfer: Pending | None = None  # in the present generation; None: it has none yet, or the caller waits
-        self.sinks: list[Sink] = []
-        self.done = False
-
-
-class Pull:
-    """The value of a key after a round, or as it is. A transfer, see `UnderWay`."""
-
-    def __init__(self, strategy: ContinuedStrategy, round_: KeptRound | None) -> None:
-        self._strategy, self._round = strategy, round_
-
-    def pending(self) -> Pending | None:
-        return None if self._round is None else self._strategy.under_way(self._round)
-
-    def test(self) -> bool:
-        return self._strategy.again(self.pending) is None
-
-
-class ContinuedCall(PreparedCall):
-    """waits: the caller waits right after `start`, which does so itself."""
-
-    def __init__(self, strategy: ContinuedStrategy, entries: Sequence[Entry], op: Reduction, *, waits: bool) -> None:
-        self._strategy, self._entries, self._op, self._waits = strategy, entries, op, waits
-
-    def start(self, priority: int = 0) -> list[Pending]:
-        return self._strategy.start(self._entries, self._op, priority, waits=self._waits)
-
-    def wait(self, pending: Sequence[Pending]) -> None:
-        wait_for_all(self._strategy.session, pending)
-
-    def release(self) -> None:
-        self.valid, self._entries = False, ()
-
-
-class Served(NamedTuple):
-    """An optimizer that all workers have set. as_set: as it was then. keys: None for all that have no other.
-
-    applied: by the store; else by the workers themselves.
-    """
-
-    optimizer: Optimizer
-    as_set: Optimizer
-    keys: Sequence[Key] | None
-    applied: bool
-
-
-class ContinuedStrategy(LocalStrategy):
-    """A local strategy, whose pushes are sums over the workers."""
-
-    rows: ContinuedRows
+class ContinuedStrategy(KeptRounds):
+    """A local strategy, whose pushes are sums over the workers that are left."""
 
     def __init__(self, session: ContinuedSession) -> None:
         super().__init__(session)
-        self.session = session
-        self.again = session.again
-        self._owner = Owner(session.spaces)
-        self.rows = ContinuedRows(self, self._owner)
-        self._tables = self.rows.tables
-        self._rounds: dict[Key, Rounds] = {}
-        self._open: dict[Key, KeptRound] = {}
-        self._contributors: dict[Key, Sequence[int]] = {}  # of the last round that is complete
-        self._known: dict[Key, KeyInfo] = {}  # to any survivor; `session.infos` has what this program has initialised
-        self._early: dict[Key, NewKey] = {}  # of which `init` has returned before all had come, so without a value
-        self._served: list[Served] = []
-        self._given: set[tuple[Key, ...]] = set()  # keys whose optimizers this worker's program has yet to set
-        self._numbers: dict[tuple[int, str], int] = {}  # of attributes, by slot and text
-        self._next_number = itertools.count(1)
-        self._before = session.attributes  # the log of the generation that has ended
-        self._encodes = session.now.strategy  # of the last generation that has got what this worker's codecs hold
-        self._lock = threading.RLock()
         session.keeper = self
-
-    # --- keys
-
-    def init(self, values: Sequence[NewKey]) -> None:
-        error = self.again(lambda: self._init([new for new in values if new.key not in self._known]))
-        for new in values:
-            info = self._known.get(new.key)
-            if info is not None and (info.shape, info.dtype, info.space) != (new.shape, new.value.dtype, new.space):
-                error = ShapeMismatch(
-                    f"init of key {shown(new.key)}: {new.value.dtype} {new.shape} here, and {info.dtype} {info.shape} "
-                    "on the other workers"
-                )
-            elif info is not None:
-                self._infos[new.key] = info
-        if error is not None:
-            raise error
-
-    def _init(self, values: Sequence[NewKey]) -> Exception | None:
-        """Agree on keys, and take worker 0's values. Returns the error where workers brought different ones."""
-        now, error = self.session.now, None
-        if not values:
-            return None
-        try:
-            now.strategy.init(values)
-        except MpikvError as raised:
-            error = raised
-        here = [new for new in values if new.key in now.session.infos]
-        early = {new.key for new in here if now.session.is_released(now.session.infos[new.key])}
-        self._fetch([new for new in here if new.key not in early])
-        for new in here:
-            if new.key in early:
-                self._add(new)
-        return error
-
-    def _add(self, new: NewKey) -> None:
-        info = KeyInfo(new.key, len(self._known), new.shape, new.value.dtype, space=new.space, sparse=new.sparse)
-        self.session.any_sparse |= new.sparse
-        self._known[new.key], self._rounds[new.key], self._early[new.key] = info, Rounds(), new
-        if new.sparse:
-            self._tables[info.id] = RowTable(info, 0, new.shape[0])
-
-    def _fetch(self, keys: Sequence[NewKey]) -> None:
-        """Take worker 0's values of keys that have none here yet. Blocks until it has come to their `init`."""
-        if not keys:
-            return
-        now, spaces = self.session.now, self.session.spaces
-        for new in (one for one in keys if one.sparse):
-            pending, rows = rows_of(now, new.key)
-            now.session.wait(pending)
-            if new.key not in self._known:
-                self._add(new)
-            table, first = self._tables[self._known[new.key].id], rows()
-            table.take(first.indices, first.values)
-            self._has_value(new.key, table)
-        if not (keys := [one for one in keys if not one.sparse]):
-            return
-        infos = [now.session.infos[new.key] for new in keys]
-        buffers = [spaces.of(info).empty(info.n_elems, info.dtype) for info in infos]
-        sinks = [Sink(info, [buffer], spaces) for info, buffer in zip(infos, buffers, strict=True)]
-        call = now.strategy.prepare([Entry(info, None, sink) for info, sink in zip(infos, sinks, strict=True)])
-        call.wait(call.start())
-        for new, buffer in zip(keys, buffers, strict=True):
-            if new.key not in self._known:
-                self._add(new)
-            self._has_value(new.key, buffer)
-
-    def _has_value(self, key: Key, value: SpaceArray) -> None:
-        del self._early[key]
-        self._stored[self._known[key].id] = value
-
-    # --- rounds
-
-    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
-        return ContinuedCall(self, entries, op, waits=waits)
-
-    def start(self, entries: Sequence[Entry], op: Reduction, priority: int, *, waits: bool) -> list[Pending]:
-        """Push and pull. Blocks while an earlier push of one of the keys is under way, and with `waits` to the end; and
-        where a key has no value yet, as its `init` has returned early.
-        """
-        if self.session.alone and any(entry.total is not None for entry in entries):
-            raise ConfigError(
-                "push: this is a spare (MPIKV_SPARES), which takes a worker's place in resume() of a Trainer or of "
-                "Snapshots, before the first step"
-            )
-        if self._early:
-            keys = [entry.info.key for entry in entries]
-            self.again(lambda: self._fetch([self._early[key] for key in keys if key in self._early]))
-        for entry in entries:
-            if entry.total is not None and (before := self._open.get(entry.info.key)) is not None:
-                self.session.wait(Pending(Pull(self, before), Waiting("push", entry.info.key)))
-        opened = [self._opened(entry, op) for entry in entries if entry.total is not None]
-        self.again(
-            lambda: self._send([one for one in opened if not one.done and one.transfer is None], priority, waits=waits)
-        )
-        pending = []
-        for info, _, sink, _ in entries:
-            if sink is not None:
-                pending.append(self._pull(info, sink))
-        return pending
-
-    def _pull(self, info: KeyInfo, sink: Sink) -> Pending:
-        with self._lock:
-            round_ = self._open.get(info.key)
-            if round_ is None:
-                self.pull(info, sink)
-            else:
-                round_.sinks.append(sink)
-        return Pending(Pull(self, round_), Waiting("pull", info.key))
-
-    def _opened(self, entry: Entry, op: Reduction) -> KeptRound:
-        info, total = entry.info, entry.total
-        assert total is not None
-        slot = self.session.slot_of(info)
-        served = self.session.attributes.slots.get(slot)
-        attributes = None if served is None else served.optimizer.attributes()
-        of_slot, weights = self.weights or (slot, None)
-        round_ = KeptRound(info, total, op, attributes, weights if of_slot == slot else None)
-        round_.owed = self._encodes.owed(info.key)
-        with self._lock:
-            self._rounds[info.key].begin()
-            self._open[info.key] = round_
-        return round_
-
-    def _send(self, rounds: Sequence[KeptRound], priority: int = 0, *, waits: bool = False) -> None:
-        """Let the present generation add what is brought to these rounds, all under what is set now."""
-        if not rounds:
-            return
-        now, entries = self.session.now, []
-        if rounds[0].info.sparse:
-            (one,) = rounds
-            one.transfer, one.rows = added(now, one.info.key, one.total, priority)
-            return
-        for one in rounds:
-            one.sum = self.session.spaces.of(one.info).empty(one.total.size, one.total.dtype)
-            entries.append(Entry(now.session.infos[one.info.key], one.total, None, (one.sum,)))
-        call = now.strategy.prepare(entries, rounds[0].op, waits=waits)
-        pending = call.start(priority)
-        if waits or not pending:
-            call.wait(pending)
-            call.release()  # it is made anew for each round, and one through shared memory would be kept
-            for one in rounds:
-                self._complete(one)
-            return
-        for one, transfer in zip(rounds, pending, strict=True):
-            one.transfer = transfer
-
-    def under_way(self, round_: KeptRound) -> Pending | None:
-        """What a round waits for; None: it is done. Raises its error."""
-        with self._lock:
-            if round_.done:
-                return None
-            assert round_.transfer is not None
-            if not round_.transfer.request.test():
-                return round_.transfer
-            self._complete(round_)
-            return None
-
-    def _complete(self, round_: KeptRound) -> None:
-        """Update the value with the sum, which has come."""
-        with self._lock:
-            if round_.done:
-                return
-            info = round_.info
-            self._contributors[info.key] = self.session.numbers
-            if info.sparse:
-                self.rows.update(info, round_.rows(), self._number(round_))
-            else:
-                total = self.session.spaces.of(info).cast(round_.sum, sum_dtype(info.dtype))
-                self._owner.apply(info, self._stored[info.id], total, self._number(round_))
-            self._rounds[info.key].complete()
-            self._end(round_)
-
-    def finish(self, call: str) -> None:
-        """Wait until the rounds that this worker has opened are done. Blocks."""
-        for round_ in tuple(self._open.values()):
-            self.session.wait(Pending(Pull(self, round_), Waiting(call, round_.info.key)))
-
-    def _end(self, round_: KeptRound) -> None:
-        round_.done = True
-        del self._open[round_.info.key]
-        for sink in round_.sinks:
-            self.pull(round_.info, sink)
-
-    def _number(self, round_: KeptRound) -> tuple[int, int]:
-        """By which the owner knows the attributes that a round was pushed under, with the factor that all agreed on."""
-        slot = self._owner.slot_of(round_.info.id)
-        if round_.attributes is None or self._owner.optimizer_of(round_.info.id) is None:
-            return AS_SET
-        factor = self.session.attributes.slots[slot].agreed
-        if round_.weights is not None:
-            factor /= sum(round_.weights[worker] for worker in self.session.numbers)
-        attributes = {**round_.attributes, FACTOR: factor}
-        text = json.dumps(attributes, sort_keys=True)
-        number = self._numbers.get((slot, text))
-        if number is None:
-            if len(self._numbers) >= KEPT_ATTRIBUTES:
-                self._numbers.clear()
-            number = self._numbers[slot, text] = next(self._next_number)
-            self._owner.add_attributes(slot, AS_SET[0], number, attributes)
-        return AS_SET[0], number
-
-    def contributors(self, key: Key) -> Sequence[int]:
-        return self._contributors.get(key, self.session.numbers)
-
-    # --- optimizers
-
-    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
-        self._serve(optimizer, keys, applied=True)
-
-    def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key] | None, *, scales: bool = False) -> int:
-        return self._serve(optimizer, keys, applied=False)
-
-    def _serve(self, optimizer: Optimizer, keys: Sequence[Key] | None, *, applied: bool) -> int:
-        if keys is not None and tuple(keys) in self._given:
-            self._given.remove(tuple(keys))
-            return self.follow(optimizer, keys)
-        self.finish(SET)
-        served = Served(optimizer, pickled_copy(optimizer), keys, applied)
-        self._served.append(served)
-        try:
-            slot = self.session.whole(SET, lambda: self._agree_on(served))
-        except BaseException:
-            self._served.remove(served)
-            raise
-        self._serves(slot, served)
-        return slot
-
-    def _serves(self, slot: int, served: Served) -> None:
-        infos = [self._known[key] for key in served.keys or ()]
-        kept = pickled_copy(served.optimizer) if served.applied else served.optimizer.attributes()
-        self._owner.set_optimizer(slot, kept, [info.id for info in infos])
-        self.session.serve_in(slot, served.optimizer if served.applied else None, infos)
-
-    def follow(self, optimizer: Optimizer, keys: Sequence[Key]) -> int:
-        slot = self.session.slot_of(self._known[keys[0]])
-        self.session.attributes.take_over(slot, optimizer, self.session.attributes)
-        last = [i for i, served in enumerate(self._served) if keys[0] in (served.keys or ())]
-        at = (last or [i for i, served in enumerate(self._served) if served.keys is None])[-1]
-        self._served[at] = self._served[at]._replace(optimizer=optimizer)
-        if self.session.optimizer_of(self._known[keys[0]]) is not None:
-            self.session.serve_in(slot, optimizer, ())
-        return slot
-
-    def _take_over(self, n: int) -> None:
-        """Let new workers serve the first `n` optimizers that the others have set, with their own where their programs
-        have set them, too. Collective, blocks.
-
-        Those that they will set themselves, of keys that their programs have not initialised yet, are noted.
-        """
-        found = self.session.from_an_old_one(lambda: cloudpickle.dumps([one[1:] for one in self._served[:n]]))
-        if self.session.is_new:
-            for i, (as_set, keys, applied) in enumerate(cloudpickle.loads(found)):
-                if i == len(self._served):
-                    self._served.append(Served(pickled_copy(as_set), as_set, keys, applied))
-                    if keys and not any(key in self._infos for key in keys):
-                        self._given.add(tuple(keys))
-
-    def _agree_on(self, served: Served, before: AttributeLog | None = None) -> int:
-        """Let this generation compare under what its workers push. before: the log of the generation before."""
-        now = self.session.now
-        slot: int = now.strategy.compare_updates(served.as_set, served.keys, scales=served.applied)
-        now.session.attributes.take_over(slot, served.optimizer, before)
-        return slot
 
     # --- deaths
 
@@ -431,7 +57,7 @@ class ContinuedStrategy(LocalStrategy):
             (info.key, list(info.shape), str(info.dtype), info.space, info.sparse) for info in self._known.values()
         ]
         keys = [[*one, EARLY if one[0] in self._early else self._rounds[one[0]].done] for one in described]
-        return {"keys": [] if self.session.is_new else keys, "attributes": self._before.told()}
+        return {"keys": [] if self.session.admission.is_new else keys, "attributes": self._before.told()}
 
     def catch_up(self, reports: Sequence[Mapping[str, Any]]) -> None:
         now, spaces = self.session.now, self.session.spaces
@@ -443,7 +69,7 @@ class ContinuedStrategy(LocalStrategy):
             new.append(NewKey(key, tuple(shape), value, space, sparse))
         if new:
             now.strategy.init(new)  # in the same order everywhere
-        if self.session.is_new:
+        if self.session.admission.is_new:
             for one in new:
                 if one.key not in self._known:
                     self._add(one)
@@ -452,9 +78,9 @@ class ContinuedStrategy(LocalStrategy):
             self._take_over(n_served)
         for served in self._served[:n_served]:
             slot = self._agree_on(served, self._before)
-            if self.session.is_new:
+            if self.session.admission.is_new:
                 self._serves(slot, served)
-        if self.session.is_new:
+        if self.session.admission.is_new:
             now.session.attributes.take_up(next(report["attributes"] for report in reports if not report["new"]))
         giving = givers([Report({key: done for key, *_, done in report["keys"]}) for report in reports])
         if giving:
@@ -490,7 +116,7 @@ class ContinuedStrategy(LocalStrategy):
             for key, done, contributors, value, state in found["given"]:
                 if key not in self._known:
                     self._add(keys[key])
-                if key in self._early or self._rounds[key].done < done or self.session.is_new:
+                if key in self._early or self._rounds[key].done < done or self.session.admission.is_new:
                     self._contributors[key] = contributors
                     self._take(self._known[key], done, value, state)
 
@@ -510,6 +136,20 @@ class ContinuedStrategy(LocalStrategy):
                     self._owner.set_state(info, state)
             if self._rounds[info.key].catch_up(done):
                 self._end(self._open[info.key])
+
+    def _take_over(self, n: int) -> None:
+        """Let new workers serve the first `n` optimizers that the others have set, with their own where their programs
+        have set them, too. Collective, blocks.
+
+        Those that they will set themselves, of keys that their programs have not initialised yet, are noted.
+        """
+        found = self.session.admission.from_an_old_one(lambda: cloudpickle.dumps([one[1:] for one in self._served[:n]]))
+        if self.session.admission.is_new:
+            for i, (as_set, keys, applied) in enumerate(cloudpickle.loads(found)):
+                if i == len(self._served):
+                    self._served.append(Served(pickled_copy(as_set), as_set, keys, applied))
+                    if keys and not any(key in self._infos for key in keys):
+                        self._given.add(tuple(keys))
 
     # --- states
 

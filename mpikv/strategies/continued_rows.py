@@ -24,12 +24,12 @@ from mpikv.optimizers.row_table import RowTable
 from mpikv.optimizers.step import State
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.session.base import NewKey, Pending
-from mpikv.session.continued import Generation
+from mpikv.session.generation import Generation
 from mpikv.strategies.base import Entry
 from mpikv.strategies.local import LocalRows
 
 if TYPE_CHECKING:
-    from mpikv.strategies.continued import ContinuedStrategy
+    from mpikv.strategies.kept_rounds import KeptRounds
 
 
 class _RowSink(NamedTuple):
@@ -68,7 +68,7 @@ def added(now: Generation, key: Key, total: RowSparse, priority: int) -> tuple[P
 
 
 class ContinuedRows(LocalRows):
-    def __init__(self, strategy: ContinuedStrategy, owner: Owner) -> None:
+    def __init__(self, strategy: KeptRounds, owner: Owner) -> None:
         super().__init__(owner)
         self._strategy = strategy
 

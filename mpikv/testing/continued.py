@@ -15,7 +15,8 @@ from mpikv.errors import StallError
 from mpikv.kvstore import KVStore
 from mpikv.placement.spares import Seat, after, at_start
 from mpikv.server.roles import Roles, assign
-from mpikv.session.continued import AllClosedError, ContinuedSession, Generation
+from mpikv.session.continued import ContinuedSession
+from mpikv.session.generation import AllClosedError, Generation
 from mpikv.session.workers import Workers
 from mpikv.strategies.continued import ContinuedStrategy
 from mpikv.testing.ranks import spawn

@@ -1,0 +1,112 @@
+"""How spares become workers of a store that goes on after deaths (continued.py).
+
+A spare begins its program when a place is free, in a store of its own alone. When it calls `take_place` it first makes
+all come together, so that they know of it and of how many steps each has made. After the next step that none of them
+has ended they come together once more, with it, and one of them gives it what it goes on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpikv.errors import ConfigError, UnsupportedError
+from mpikv.observe.stall import say
+from mpikv.session.generation import AllClosedError
+
+if TYPE_CHECKING:
+    from mpikv.session.continued import ContinuedSession
+
+Give = Callable[[], bytes]  # see `Session.between_steps`
+Take = Callable[[bytes], None]
+ADMISSION, TO_SPARES = "the admission of a spare", "a spare's begin"  # topics
+WHOLE = b"\0"  # before what a spare begins with; else there is an error
+
+
+class Admission:
+    """One worker's, or spare's, end.
+
+    is_new: whether this worker has not got yet what it goes on from. has_come: whether it was a spare, and has not made
+    a step yet.
+    """
+
+    def __init__(self, session: ContinuedSession) -> None:
+        self._session = session
+        self.is_new, self.has_come = session.alone, False
+        self._new: Sequence[int] = ()  # ranks of workers that are
+        self._gives: list[Give] = []  # of what makes the steps of the program
+        self._steps = 0  # that have ended
+        self._admits_after = 0  # so many, if spares are ready
+
+    def told(self) -> dict[str, Any]:
+        """What this worker tells the others when they come together, as JSON. Local."""
+        return {"new": self.is_new, "steps": self._steps}
+
+    def heard(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Take what all have told, by rank. Local."""
+        self._new = [rank for rank, report in enumerate(reports) if report["new"]]
+        self._admits_after = max(report["steps"] for report in reports)
+        if self.is_new:  # all others are between the same two steps
+            self._steps = self._admits_after
+
+    def between_steps(self, give: Give, take: Take) -> bool:
+        session, self.has_come = self._session, False
+        if session.alone:
+            raise ConfigError("a spare (MPIKV_SPARES) takes a worker's place in resume(), before the first step")
+        return session.has_spares and self._let_in(give, take)
+
+    def _let_in(self, give: Give, take: Take) -> bool:
+        session = self._session
+        if give not in (self._gives or [give]):
+            raise ConfigError("with spares (MPIKV_SPARES) one Trainer, or one Snapshots, makes all steps of a store")
+        self._gives, number = [give], session.now.number
+        while True:
+            present = session.now.number
+            if self._new:
+                self._begin_new(give, take)
+            elif self._steps == self._admits_after and any(seat.ready for seat in session.now.seats):
+                session.keeper.finish(ADMISSION)
+                session.whole(ADMISSION, lambda: session.now.session.barrier())  # noqa: PLW0108 - each time that of now
+                session.recover(present, admits=True)
+            elif session.has_news():
+                session.recover(present)
+            else:
+                self._steps += 1
+                return present != number
+
+    def _begin_new(self, give: Give, take: Take) -> None:
+        """Let new workers go on from what others have. Collective, blocks."""
+        found = self._session.whole(TO_SPARES, lambda: self.from_an_old_one(lambda: _given(give)))
+        if self.is_new and found[:1] != WHOLE:
+            raise UnsupportedError(f"a spare cannot take a worker's place: {found.decode()}")
+        if self.is_new:
+            take(found[len(WHOLE) :])
+        self.is_new, self._new = False, ()
+
+    def from_an_old_one(self, give: Give) -> bytes:
+        """What the first worker that is not new gives to those that are. Collective, blocks."""
+        session = self._session.now.session
+        giver = next(rank for rank in range(session.num_workers) if rank not in self._new)
+        gathered = session.gather(TO_SPARES, give() if session.rank == giver else b"")
+        parts = [b"".join(gathered) if rank in self._new else b"" for rank in range(session.num_workers)]
+        return session.scatter(TO_SPARES, parts)
+
+    def take_place(self, give: Give, take: Take) -> None:
+        session = self._session
+        session.survivors.is_ready(admits=False)
+        try:
+            session.recover(session.now.number)
+        except AllClosedError:
+            session.abandon()
+            raise SystemExit(0) from None
+        say(f"mpikv: a spare has taken the place of worker {session.number}: {session.num_workers} workers go on")
+        self.has_come = True
+        self._let_in(give, take)
+
+
+def _given(give: Give) -> bytes:
+    """What a worker gives to a spare, or why it cannot, for which the others must not wait."""
+    try:
+        return WHOLE + give()
+    except Exception as error:  # noqa: BLE001 - of the user's objects
+        return f"{type(error).__name__}: {error}".encode()
