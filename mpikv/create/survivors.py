@@ -211,11 +211,11 @@ class MpiSurvivors:
     def _meet(self) -> dict[int, Seat]:
         """Wait until all others have come, or are dead. Returns what each has told.
 
-        A spare waits until the first of them comes, unless it is ready. Raises AllClosedError, or StallError for those
-        that do not come.
+        A spare waits until the first of them comes, unless it has to say that it is ready. Raises AllClosedError, or
+        StallError for those that do not come.
         """
         mine, coming = self._mine, {rank: self._wait_for(rank) for rank in self._others()}
-        if mine.spare and not mine.ready:
+        if mine.spare and not (mine.ready and not self._seats[self._first.Get_rank()].ready):
 
             def somebody() -> bool:
                 at_work = [coming[rank] for rank, seat in self._seats.items() if rank in coming and not seat.spare]

@@ -26,28 +26,42 @@ WHOLE = b"\0"  # before what a spare begins with; else there is an error
 class Admission:
     """One worker's, or spare's, end.
 
-    is_new: whether this worker has not got yet what it goes on from. has_come: whether it was a spare, and has not made
-    a step yet.
+    new: the ranks of workers that have not got yet what they go on from, and is_new: whether this is one. has_come:
+    whether it was a spare, and has not made a step yet.
     """
 
     def __init__(self, session: ContinuedSession) -> None:
         self._session = session
-        self.is_new, self.has_come = session.alone, False
-        self._new: Sequence[int] = ()  # ranks of workers that are
+        self.new: Sequence[int] = ()
+        self.is_new = self._lacks = session.alone  # the second: as far as this worker has learned
+        self._gets_in = 0  # in which of the calls that give it
+        self.has_come = False
         self._gives: list[Give] = []  # of what makes the steps of the program
+        self._asked = 0  # how often the workers have come together for an admission
         self._steps = 0  # that have ended
         self._admits_after = 0  # so many, if spares are ready
 
     def told(self) -> dict[str, Any]:
         """What this worker tells the others when they come together, as JSON. Local."""
-        return {"new": self.is_new, "steps": self._steps}
+        return {"lacks": self._lacks, "gets_in": self._gets_in, "steps": self._steps, "asked": self._asked}
 
     def heard(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Take what all have told, by rank. Local."""
-        self._new = [rank for rank, report in enumerate(reports) if report["new"]]
+        given = max(report["ended"].get(TO_SPARES, 0) for report in reports if not report["lacks"])
+        # One that has come to such a call has what it gives where others have seen it end.
+        self.new = [i for i, one in enumerate(reports) if one["lacks"] and not 0 < one["gets_in"] <= given]
+        self.is_new = self._session.now.session.rank in self.new
         self._admits_after = max(report["steps"] for report in reports)
+        if self.new:
+            self._asked = max(report["asked"] for report in reports)
         if self.is_new:  # all others are between the same two steps
-            self._steps = self._admits_after
+            self._steps, self._gets_in = self._admits_after, given + 1
+
+    def ended(self) -> dict[str, int]:
+        """Calls that have ended on all workers, by topic: where one is new all had come to its admission, also where
+        none of those is left that had seen it end.
+        """
+        return {ADMISSION: self._asked} if self.new else {}
 
     def between_steps(self, give: Give, take: Take) -> bool:
         session, self.has_come = self._session, False
@@ -62,10 +76,11 @@ class Admission:
         self._gives, number = [give], session.now.number
         while True:
             present = session.now.number
-            if self._new:
+            if self.new:
                 self._begin_new(give, take)
             elif self._steps == self._admits_after and any(seat.ready for seat in session.now.seats):
                 session.keeper.finish(ADMISSION)
+                self._asked += 1
                 session.whole(ADMISSION, lambda: session.now.session.barrier())  # noqa: PLW0108 - each time that of now
                 session.recover(present, admits=True)
             elif session.has_news():
@@ -77,18 +92,18 @@ class Admission:
     def _begin_new(self, give: Give, take: Take) -> None:
         """Let new workers go on from what others have. Collective, blocks."""
         found = self._session.whole(TO_SPARES, lambda: self.from_an_old_one(lambda: _given(give)))
-        if self.is_new and found[:1] != WHOLE:
+        if self._lacks and found[:1] != WHOLE:
             raise UnsupportedError(f"a spare cannot take a worker's place: {found.decode()}")
-        if self.is_new:
+        if self._lacks:
             take(found[len(WHOLE) :])
-        self.is_new, self._new = False, ()
+        self.is_new, self._lacks, self.new = False, False, ()
 
     def from_an_old_one(self, give: Give) -> bytes:
         """What the first worker that is not new gives to those that are. Collective, blocks."""
         session = self._session.now.session
-        giver = next(rank for rank in range(session.num_workers) if rank not in self._new)
+        giver = next(rank for rank in range(session.num_workers) if rank not in self.new)
         gathered = session.gather(TO_SPARES, give() if session.rank == giver else b"")
-        parts = [b"".join(gathered) if rank in self._new else b"" for rank in range(session.num_workers)]
+        parts = [b"".join(gathered) if rank in self.new else b"" for rank in range(session.num_workers)]
         return session.scatter(TO_SPARES, parts)
 
     def take_place(self, give: Give, take: Take) -> None:

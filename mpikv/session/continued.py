@@ -256,8 +256,9 @@ class ContinuedSession(Session):
         self.admission.heard(reports)
         self.told = [report["told"] for report in reports]
         self._ended_by_all = {}
-        for ended in (report["ended"] for report in reports if not report["new"]):
+        for ended in (report["ended"] for rank, report in enumerate(reports) if rank not in self.admission.new):
             self._ended_by_all |= {topic: max(n, self._ended_by_all.get(topic, 0)) for topic, n in ended.items()}
+        self._ended_by_all |= self.admission.ended()
         session.stopping.go_on([report["stop"] for report in reports])
         if self.admission.is_new:  # the others are all in the same place of their programs
             self._ended = dict(self._ended_by_all)

@@ -60,7 +60,7 @@ class ContinuedStrategy(KeptRounds):
         return {"keys": [] if self.session.admission.is_new else keys, "attributes": self._before.told()}
 
     def catch_up(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        now, spaces = self.session.now, self.session.spaces
+        now, spaces, admission = self.session.now, self.session.spaces, self.session.admission
         keys = {key: rest for report in reports for key, *rest in report["keys"]}
         new = []
         for key, (shape, name, space, sparse, _) in keys.items():
@@ -69,19 +69,20 @@ class ContinuedStrategy(KeptRounds):
             new.append(NewKey(key, tuple(shape), value, space, sparse))
         if new:
             now.strategy.init(new)  # in the same order everywhere
-        if self.session.admission.is_new:
+        if admission.is_new:
             for one in new:
                 if one.key not in self._known:
                     self._add(one)
-        n_served = max(report["ended"].get(SET, 0) for report in reports if not report["new"])
-        if any(report["new"] for report in reports):
+        old = [report for rank, report in enumerate(reports) if rank not in admission.new]
+        n_served = max(report["ended"].get(SET, 0) for report in old)
+        if admission.new:
             self._take_over(n_served)
         for served in self._served[:n_served]:
             slot = self._agree_on(served, self._before)
-            if self.session.admission.is_new:
+            if admission.is_new:
                 self._serves(slot, served)
-        if self.session.admission.is_new:
-            now.session.attributes.take_up(next(report["attributes"] for report in reports if not report["new"]))
+        if admission.is_new:
+            now.session.attributes.take_up(old[0]["attributes"])
         giving = givers([Report({key: done for key, *_, done in report["keys"]}) for report in reports])
         if giving:
             self._give(

@@ -117,7 +117,7 @@ class ThreadSurvivors:
         self._job, self._rank = job, rank
         self._number = -1
         self._fabric: FaultyFabric | None = None
-        self._alone = False
+        self._alone = self._was_ready = False
 
     def is_death(self, error: BaseException) -> bool:
         """Whether an error comes from another rank's death: any may, as long as one is dead in this generation."""
@@ -152,7 +152,7 @@ class ThreadSurvivors:
         self._number += 1
         with changed:
             mine = job.seats[self._rank]
-            if mine.spare and not mine.ready and self._number:
+            if mine.spare and mine.ready == self._was_ready and self._number:
                 changed.wait_for(lambda: max(job.came.values()) >= self._number or job.nobody_is_at_work)
             if self._fabric is not None:
                 self._fabric.give_up()
@@ -165,6 +165,7 @@ class ThreadSurvivors:
                 raise Death
             if job.closed:
                 raise AllClosedError
+            self._was_ready = mine.ready
             return job.made(self._number)
 
     def has_news(self) -> bool:
