@@ -44,8 +44,8 @@ class Job:
     >>> from mpikv.testing.continued import Job
     >>> job = Job('dist_sync', mpikv.Config(), ['a', 'a', 'b'], Roles((0, 2), (1,)))
     >>> job.deaths.die_in(0, calls=1)
-    >>> job.deaths.count(0), job.all_came(0)
-    (True, False)
+    >>> job.deaths.count(0), job.all_came(0), job.nobody_is_at_work
+    (True, False, False)
     >>> job.made(0).ranks, job.made(0).store.members.servers
     ([1, 2], (0,))
     """
@@ -108,8 +108,8 @@ class ThreadSurvivors:
     >>> survivors = ThreadSurvivors(Job('dist_sync', mpikv.Config(), ['a'], Roles((0,), ())), 0)
     >>> survivors.regroup().number, survivors.regroup().number
     (0, 1)
-    >>> survivors.is_death(ValueError())
-    False
+    >>> survivors.is_death(ValueError()), survivors.has_news(), survivors.is_ready(admits=False)
+    (False, False, None)
     >>> survivors.closed()
     """
 
