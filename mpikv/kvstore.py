@@ -95,7 +95,7 @@ class KVStore:
 
     @property
     def generation(self) -> int:
-        """How often the workers have gone on without some that had died: see docs/failures.md. 0 at the start.
+        """How often the workers have come together after a death, or for a spare: see docs/failures.md. 0 at the start.
 
         >>> kv.create('local').generation
         0
@@ -103,12 +103,12 @@ class KVStore:
         return self.session.generation
 
     def on_change(self, call: Callable[[], None]) -> None:
-        """Call a function each time the workers have gone on without some that had died. Local.
+        """Call a function each time the workers have gone on without some that had died, or with spares. Local.
 
-        It is called in the call of the store in which this worker has learned of it, on every worker that is left; rank
-        and num_workers are the new ones. It makes no call of the store itself.
+        It is called in the call of the store in which this worker has learned of it, on every worker that is there;
+        rank and num_workers are the new ones. It makes no call of the store itself.
 
-        >>> kv.create('local').on_change(lambda: print('fewer workers'))
+        >>> kv.create('local').on_change(lambda: print('other workers'))
         """
         if not callable(call):
             raise checks.wrong("on_change: call", "a function without arguments", call)

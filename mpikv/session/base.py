@@ -75,7 +75,7 @@ class Session:
     synchronous = True
     shares_memory = False
     pid = 0
-    generation = 0  # how often workers have gone on without some that had died
+    generation = 0  # how often workers have come together after a death, or for a spare
     continues = False  # whether they do
     number = 0  # this worker's at the start
     at_start = 1  # how many workers there were
@@ -110,7 +110,7 @@ class Session:
         self.before_barrier: list[Callable[[], None]] = []
         self.before_close: list[Callable[[], None]] = []
         self.after_close: list[Callable[[], None]] = []
-        self.on_change: list[Callable[[], None]] = []  # called when workers have gone on without some
+        self.on_change: list[Callable[[], None]] = []  # called when workers have gone, or come
         self._wished = False
         self._asked: Callable[[], str | None] = lambda: None
 
