@@ -121,6 +121,7 @@ class SplitSampler:
         self._lock: AbstractContextManager[Any] = nullcontext()
         self._mine: NDArray[np.int64] = np.empty(0, np.int64)  # what this iteration gives
         self._drawn = self._before = 0  # how many of them it has given, and how many are of an earlier split
+        self._split_at = 0  # where the present split of this iteration begins
         self._had: int | None = None  # how many of those the program has had, if something loads ahead
         self._iteration = _Iteration()
         self._next: _Iteration | None = None  # which others have begun before workers have gone
@@ -174,7 +175,8 @@ class SplitSampler:
                 sampler._changed(told(), [*session.coming])  # noqa: SLF001 - of this class
 
         def forget() -> None:
-            session.tells.pop(name, None)
+            if session.tells.get(name) is tell:
+                del session.tells[name]
             session.on_change.remove(changed)
 
         session.tells[name] = tell
@@ -206,15 +208,17 @@ class SplitSampler:
 
     def _go_on(self, iteration: _Iteration) -> None:
         """Take the examples of this worker's parts in an iteration, of which all have drawn the same number."""
-        self.epoch, self.start, self._iteration, mine = iteration.epoch, iteration.start, iteration, []
+        next_one, self._iteration, mine = (self.epoch, self.start), iteration, []
+        self.epoch, self.start = iteration.epoch, iteration.start
         for numbers, n in iteration.splits:
             self.num_parts, self.part_index = len(numbers), numbers.index(self._number)
             mine.append(self.indices()[:n])
             self.start = min(self.start + len(numbers) * n, self.length)
         numbers = iteration.numbers
         self.num_parts, self.part_index = len(numbers), numbers.index(self._number)
-        self._before = sum(map(len, mine))
+        self._before, self._split_at = sum(map(len, mine)), self.start
         self._mine = np.concatenate([*mine, self.indices()])
+        self.epoch, self.start = next_one
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part. Local.
@@ -234,7 +238,7 @@ class SplitSampler:
         """Where a loop is that has had so many examples, if they have been split anew in this epoch; else {}. Local."""
         if not self._before:
             return {}
-        return {"start": min(self.start + self.num_parts * max(0, had - self._before), self.length), "batches": 0}
+        return {"start": min(self._split_at + self.num_parts * max(0, had - self._before), self.length), "batches": 0}
 
     def __len__(self) -> int:
         whole, rest = divmod(self.length - self.start, self.num_parts)

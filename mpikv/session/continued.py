@@ -239,7 +239,7 @@ class ContinuedSession(Session):
                     except Exception as error:
                         if not self.survivors.is_death(error):
                             raise
-        for call in self.on_change:
+        for call in tuple(self.on_change):
             call()
 
     def _begin(self, before: Workers) -> None:
@@ -249,7 +249,7 @@ class ContinuedSession(Session):
         session.stopping.count_on(before.stopping)
         if self._asks is not None:
             session.listen_for(self._asks)
-        told = {name: tell() for name, tell in self.tells.items()}
+        told = {name: tell() for name, tell in [*self.tells.items()]}
         known = {**self.admission.told(), "ended": self._ended, "told": told}
         known |= {"samplers": self._n_samplers, "stop": before.stopping.told(), "reads": before.stopping.reads}
         reports = self.everywhere({**self.keeper.report(), **known})

@@ -1,0 +1,70 @@
+"""SplitSampler.for_store where workers die, over thread ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from mpikv.config import Config
+from mpikv.data import SplitSampler
+from mpikv.testing.continued import spawn_continued
+from mpikv.transports.faulty import Deaths
+
+
+def run(body: Any) -> list[list[int]]:
+    """What the two workers that are left return; worker 1 dies where it calls `die`."""
+    deaths = Deaths()
+
+    def of_worker(store: Any) -> Any:
+        def die() -> None:
+            if store.session.number == 1:
+                deaths.die_in(1, calls=1)
+            store.barrier()
+
+        return body(store, die)
+
+    first, dead, last = spawn_continued("dist_sync", 3, of_worker, config=Config(timeout_s=20), deaths=deaths)
+    assert dead is None
+    return [first, last]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_death_between_two_iterations(shuffle: bool) -> None:
+    """The next one has everything, be it of the same epoch, as an evaluation's, or of one that was chosen already."""
+
+    def body(store: Any, die: Any) -> tuple[list[int], list[int]]:
+        evaluation = SplitSampler.for_store(12, store, shuffle=False)
+        training = SplitSampler.for_store(12, store, shuffle=shuffle)
+        assert len(list(evaluation)) == len(list(training)) == 4
+        training.set_epoch(1)
+        die()
+        assert (training.epoch, training.start) == (1, 0)
+        return list(evaluation), list(training)
+
+    found = run(body)
+    for i in range(2):
+        assert sorted(found[0][i] + found[1][i]) == list(range(12))  # type: ignore[operator]
+
+
+def test_a_worker_that_is_an_iteration_behind() -> None:
+    """It draws its old part of the next one as far as the others have drawn theirs."""
+    lock, seen = threading.Lock(), Counter[int]()
+
+    def body(store: Any, die: Any) -> int:
+        sampler = SplitSampler.for_store(24, store, seed=5)
+        list(sampler)
+        sampler.set_epoch(1)
+        drawing, n = iter(sampler), 2 * (store.rank != 2)
+        mine = [next(drawing) for _ in range(n)]
+        die()
+        mine += list(drawing) if n else list(sampler)
+        with lock:
+            seen.update(mine)
+        return len(mine)
+
+    assert run(body) == [11, 11]
+    assert set(seen.values()) == {1}, "none twice"
+    assert len(seen) == 22, "all but the two that the dead has had"
