@@ -360,6 +360,8 @@ def agreed(
     """
     if (bucket_bytes := options["bucket_bytes"]) is not None:
         options["bucket_bytes"] = checks.whole("bucket_bytes", bucket_bytes, 1)
+    if calls.store.session.has_spares:  # the workers have agreed on buckets in their first round, without the spares
+        raise UnsupportedError(f"{what}: a spare cannot take part in its rounds: use a Trainer, or unset MPIKV_SPARES")
     name = f"{what.removeprefix('Distributed').lower()}{calls.store.session.new_namespace()}"
     found = Gradients(calls, name, named, **options)
     settings += f", bucket_bytes={bucket_bytes}, compression={found.compression.text}"

@@ -13,7 +13,7 @@ from store_modes import MESSAGES, Mode
 import mpikv
 from mpikv import kv
 from mpikv.data import DataLoader, SplitSampler
-from mpikv.errors import ConfigError
+from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.testing.continued import spawn_continued
 from mpikv.transports.faulty import Deaths, Faults
 
@@ -123,6 +123,19 @@ def test_a_spare_takes_its_place_before_the_first_step() -> None:
 
     spawn_continued("dist_sync", 3, body, config=mpikv.Config(spares=1, timeout_s=20), deaths=deaths)
     assert len(told) == 2
+
+
+def test_what_refuses_spares() -> None:
+    mt, torch = pytest.importorskip("mpikv.torch"), pytest.importorskip("torch")
+
+    def body(store: Any) -> None:
+        net = torch.nn.Linear(2, 1)
+        with pytest.raises(UnsupportedError, match="DistributedModel: a spare cannot take part in its rounds"):
+            mt.DistributedModel(net, store)
+        with pytest.raises(UnsupportedError, match="LocalUpdates: each worker has weights of its own"):
+            mpikv.LocalUpdates(net, store, every=2, optimizer="sgd")
+
+    spawn_continued("dist_sync", 3, body, config=mpikv.Config(spares=1, timeout_s=20))
 
 
 def test_settings() -> None:
