@@ -25,8 +25,10 @@ EXAMPLES, BATCH, ROWS = 240, 2, 7
 
 def main(folder: str, case: str, victims: str) -> None:
     store = kv.create("dist_sync")
-    me, is_spare, changes = store.session.number, store.session.alone, list[int]()
-    with store, (Path(folder) / f"{me}{'-spare' * is_spare}").open("w") as log:
+    session = store.session
+    me, is_spare, changes = session.number, session.alone, list[int]()
+    mine = [one for one in victims.split(",") if one and one.startswith("-") == is_spare]
+    with store, (Path(folder) / f"{me}{'-spare' * is_spare}").open("a") as log:
         store.on_change(lambda: changes.append(store.num_workers))
         rows = case.endswith("-rows")
         weight, bias = mpikv.Parameter(np.zeros((ROWS, 3)), sparse=rows), mpikv.Parameter(np.zeros(1))
@@ -35,10 +37,12 @@ def main(folder: str, case: str, victims: str) -> None:
         trainer.resume()
         loader = DataLoader(np.arange(float(EXAMPLES)), BATCH, sampler=SplitSampler.for_store(EXAMPLES, store, seed=3))
         for batch in loader:
-            while len(store.session.coming) > store.num_workers and not store.session.has_news():
+            while len(session.coming) > store.num_workers and not any(seat.ready for seat in session.now.seats):
+                if session.has_news():
+                    break
                 time.sleep(0.01)  # until a spare has come as far as this step, or has died
-            for who, when, after_s in [victim_of(one) for one in victims.split(",") if one]:
-                if (who, when) == (-me if is_spare else me, trainer.steps):
+            for who, when, after_s in [victim_of(one.lstrip("-")) for one in mine]:
+                if (who, when) == (me, trainer.steps):
                     threading.Thread(target=die, args=(after_s,), daemon=True).start()
             if rows:
                 ids = batch.astype(int) % ROWS
