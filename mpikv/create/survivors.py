@@ -108,7 +108,7 @@ class MpiSurvivors:
             wait_until(lambda: _all_here(coming), lambda: False, config.timeout_s, nobody)
             self._first, self._tag = _in_a_thread(comm.Shrink), TAG
         self._first.Set_errhandler(MPI.ERRORS_RETURN)
-        self._comm: MPI.Intracomm | None = None  # of this generation
+        self._comm: Any = MPI.COMM_NULL  # of this generation; a waiting spare has none
         self.begun = self._alone = self._leaves = False
         self._shrunk = MPI.COMM_NULL  # what the communicator of this generation was made from, if spares are left out
         self._coming: dict[int, _Coming] = {}  # other ranks, to the next generation, as far as they are waited for
@@ -120,7 +120,7 @@ class MpiSurvivors:
         comm = self._comm
         if isinstance(error, MPI.Exception) and error.Get_error_class() in DEATHS:
             return True
-        if comm is None or comm == MPI.COMM_NULL or self._alone or isinstance(error, AllClosedError):
+        if comm == MPI.COMM_NULL or self._alone or isinstance(error, AllClosedError):
             return False
         return bool(comm.Is_revoked() or comm.Get_failed().Get_size())
 
@@ -128,7 +128,7 @@ class MpiSurvivors:
         self._alone = False
         while True:
             told: dict[int, Seat] = {}
-            if self._comm is not None or self._config.spares:
+            if self._comm != MPI.COMM_NULL or self._config.spares:
                 told = self._meet()
                 self._let_go()
             self._number += 1
@@ -168,7 +168,6 @@ class MpiSurvivors:
 
     def met(self, processes: Sequence[Process], roles: Roles) -> None:
         """Note the processes of this generation's ranks, and what they are."""
-        assert self._comm is not None
         if not self._number and self._comm.Get_rank() == 0 and len(processes) > 1:
             say(f"mpikv: when one of {len(processes)} ranks dies, the others go on")
         rank, (workers, servers) = self._comm.Get_rank(), roles
@@ -223,7 +222,7 @@ class MpiSurvivors:
 
             wait_until(somebody, lambda: False, math.inf, AssertionError, sleep=lambda _: time.sleep(NAP_S))
         for comm in (self._comm, self._shrunk):
-            if comm is not None and comm != MPI.COMM_NULL and not comm.Is_revoked():
+            if comm != MPI.COMM_NULL and not comm.Is_revoked():
                 comm.Revoke()
         self._send(self._number + 1)
 
@@ -272,7 +271,7 @@ class MpiSurvivors:
         """Say at the first of the ranks that are left who is gone; and let this one end as a survivor has to."""
         left, comm = len(self._seats) or self._first.Get_size(), self._comm
         gone, self._n_left = self._n_left - left, left
-        if gone and comm is not None and comm != MPI.COMM_NULL and comm.Get_rank() == 0:
+        if gone and comm != MPI.COMM_NULL and comm.Get_rank() == 0:
             ranks = "1 rank is" if gone == 1 else f"{gone} ranks are"
             say(f"mpikv: {ranks} gone: {left} go on")
         if not self._leaves and (self._number or gone or self._config.spares):
