@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpikv.common import checks
+from mpikv.data.following import Following
 from mpikv.data.split import SplitSampler
 from mpikv.runtime.abort import tells
 
@@ -104,6 +105,7 @@ class DataLoader:
         self._sampler: Any = sampler
         if sampler is None:
             self._sampler = SplitSampler(len(self._dataset), last="uneven", shuffle=shuffle, seed=seed)
+        self._following: Following | None = getattr(self._sampler, "_following", None)
         self.last = checks.one_of("last", last, ("keep", "discard", "rollover"))
         self._ahead = checks.whole("prefetch", prefetch, 0, MOST_AHEAD)
         self._batchify = batchify_fn
@@ -168,8 +170,8 @@ class DataLoader:
         1
         """
         where = {"epoch": self.epoch, "start": self._start, "batches": self._batches, "before": list(self._before)}
-        if isinstance(self._sampler, SplitSampler):
-            where |= self._sampler._since_a_split(self._batches * self.batch_size)  # noqa: SLF001 - not for users
+        if self._following is not None:
+            where |= self._following.since_a_split(self._batches * self.batch_size)
         return {**where, "of": self._identity()}
 
     def _identity(self) -> dict[str, Any]:
@@ -225,9 +227,8 @@ class DataLoader:
             self._begin()
         self._resumed = False
         self._after = None
-        split = isinstance(self._sampler, SplitSampler) and self._sampler._follows  # noqa: SLF001 - not for users
-        if split and self.last != "rollover":
-            return self._epoch(self._drawn_batches(), [])
+        if self._following is not None and self.last != "rollover":
+            return self._epoch(self._drawn_batches(self._following), [])
         indices = self._sampler.indices() if isinstance(self._sampler, SplitSampler) else list(self._sampler)
         order = np.concatenate([np.array(part, dtype=np.int64) for part in (self._before, indices)])
         n_batches = self._count(len(order))
@@ -238,12 +239,11 @@ class DataLoader:
         begins = range(self._batches * self.batch_size, min(cut, len(order)), self.batch_size)
         return self._epoch([order[i : i + self.batch_size] for i in begins], left_over)
 
-    def _drawn_batches(self) -> Iterator[NDArray[np.int64]]:
+    def _drawn_batches(self, following: Following) -> Iterator[NDArray[np.int64]]:
         """The batches of an epoch whose examples may be split anew meanwhile: each is drawn when it is loaded."""
-        had = self._sampler._begin()  # noqa: SLF001 - not for users
-        self._batches = self._batches or had // self.batch_size
-        self._sampler._had = self._batches * self.batch_size  # noqa: SLF001
-        drawing = islice(self._sampler._drawing(begun=True), self._sampler._had - had, None)  # noqa: SLF001
+        self._batches = following.begin(self._sampler, self._batches * self.batch_size) // self.batch_size
+        following.had = self._batches * self.batch_size
+        drawing = iter(following.draw, None)
         while (batch := [*islice(drawing, self.batch_size)]) and (self.last == "keep" or len(batch) == self.batch_size):
             yield np.array(batch, np.int64)
 
@@ -252,8 +252,8 @@ class DataLoader:
         for batch in _made_ahead(map(partial(partial, self._load), parts), self._ahead):
             if self._running is running:
                 self._batches += 1
-                if isinstance(self._sampler, SplitSampler):
-                    self._sampler._had = self._batches * self.batch_size  # noqa: SLF001 - not for users
+                if self._following is not None:
+                    self._following.had = self._batches * self.batch_size
             yield batch
             del batch  # it is the caller's; here it would be kept until the next one has come
         if self._running is running:

@@ -16,11 +16,8 @@ each) after it. Source of the generator: M. O'Neill, PCG, HMC-CS-2014-0905.
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +26,7 @@ from mpikv.arrays.as_numpy import as_host
 from mpikv.arrays.devices import Device, put, several
 from mpikv.common import checks
 from mpikv.common.checks import shown
+from mpikv.data.following import Following
 from mpikv.runtime.abort import tells
 
 Last = Literal["uneven", "drop", "wrap"]
@@ -49,22 +47,6 @@ def bounds(n: int, num_parts: int, part_index: int) -> tuple[int, int]:
     whole, rest = divmod(n, num_parts)
     begin = whole * part_index + min(part_index, rest)
     return begin, begin + whole + (part_index < rest)
-
-
-class _Iteration(NamedTuple):
-    """Where a worker is in its n-th iteration. start: of the first split. splits: the numbers of the workers of each
-    earlier one, and how many examples each worker has drawn of it. numbers: of the workers of the present one. drawn:
-    how many examples this worker has drawn, of which its program has had some. of: what tells the sampler from others.
-    """
-
-    n: int = 0
-    epoch: int = 0
-    start: int = 0
-    splits: Sequence[Any] = ()
-    numbers: Sequence[int] = ()
-    drawn: int = 0
-    had: int = 0
-    of: Sequence[Any] = ()
 
 
 class SplitSampler:
@@ -115,17 +97,7 @@ class SplitSampler:
             )
         self.epoch = 0
         self.start = 0
-        # Whether parts may become fewer while it is iterated over, and then what orders that and drawing, which may be
-        # of different threads. Without, a sampler can be copied and pickled.
-        self._follows = False
-        self._lock: AbstractContextManager[Any] = nullcontext()
-        self._mine: NDArray[np.int64] = np.empty(0, np.int64)  # what this iteration gives
-        self._drawn = self._before = 0  # how many of them it has given, and how many are of an earlier split
-        self._split_at = 0  # where the present split of this iteration begins
-        self._had: int | None = None  # how many of those the program has had, if something loads ahead
-        self._iteration = _Iteration()
-        self._next: _Iteration | None = None  # which others have begun before workers have gone
-        self._may_join: Callable[[], bool] = bool  # whether this worker may still go on in the middle of that
+        self._following: Following | None = None  # where parts may become fewer, or more
 
     @classmethod
     def for_store(
@@ -141,84 +113,11 @@ class SplitSampler:
         """
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
             raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
+        made = cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
         session = getattr(store, "session", None)
-        if session is None or not session.continues:
-            return cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
-        part = session.coming.index(session.number)
-        made = cls(length, len(session.coming), part, last=last, shuffle=shuffle, seed=seed)
-        made._follow(session)
+        if session is not None and session.continues:
+            made._following = Following(made, session)
         return made
-
-    def _follow(self, session: Any) -> None:
-        """Split anew what is left when workers have gone for good. All of them have made this sampler, under one name.
-
-        One that a spare makes before its first step is that of the others with the same examples.
-        """
-        me, same = weakref.ref(self), [self.length, self.seed, self.shuffle, self.last]
-        self._follows, self._lock, self._of = True, threading.Lock(), same
-        self._numbers, self._number = [*session.coming], session.number
-        self._is_new = session.alone or session.has_come
-        self._may_join = lambda: session.has_come
-        theirs = [(_Iteration(*one), name) for told in session.told for name, one in told.items() if one]
-        theirs = [one for one in theirs if session.has_come and one[0].of == same]
-        name = max(theirs, key=lambda one: (one[0].epoch, one[0].n))[1] if theirs else session.new_sampler()
-
-        def told() -> list[_Iteration]:
-            return [_Iteration(*one[name]) for one in session.told if one.get(name)]
-
-        def tell() -> _Iteration | None:
-            sampler = me()
-            return None if sampler is None or session.alone else sampler._tell()  # noqa: SLF001 - of this class
-
-        def changed() -> None:
-            if (sampler := me()) is not None:
-                sampler._changed(told(), [*session.coming])  # noqa: SLF001 - of this class
-
-        def forget() -> None:
-            if session.tells.get(name) is tell:
-                del session.tells[name]
-            session.on_change.remove(changed)
-
-        session.tells[name] = tell
-        session.on_change.append(changed)
-        weakref.finalize(self, forget).atexit = False
-        if begun := told():
-            self._changed(begun, self._numbers)
-
-    def _tell(self) -> _Iteration:
-        with self._lock:
-            had = self._drawn if self._had is None else self._had
-            return self._iteration._replace(drawn=self._drawn, had=had, of=self._of)
-
-    def _changed(self, told: Sequence[_Iteration], numbers: list[int]) -> None:
-        """Others have come or gone. told: where all were. numbers: of the workers that are left, or will come."""
-        with self._lock:
-            is_new, self._is_new, before = self._is_new, False, self._numbers
-            self._numbers, self.num_parts, self.part_index = numbers, len(numbers), numbers.index(self._number)
-            last = max(told, key=lambda one: (one.n, one.drawn), default=_Iteration())
-            if not last.n or (numbers == before and last.n == self._iteration.n):
-                return
-            if last.numbers != numbers:
-                n = last.drawn - sum(n for _, n in last.splits)
-                last = last._replace(splits=[*last.splits, [last.numbers, n]], numbers=numbers)
-            if last.n == self._iteration.n:
-                self._go_on(last)
-            else:
-                self._next = last if is_new else last._replace(had=0)
-
-    def _go_on(self, iteration: _Iteration) -> None:
-        """Take the examples of this worker's parts in an iteration, of which all have drawn the same number."""
-        next_one, self._iteration, mine = (self.epoch, self.start), iteration, []
-        self.epoch, self.start = iteration.epoch, iteration.start
-        for numbers, n in iteration.splits:
-            self.num_parts, self.part_index = len(numbers), numbers.index(self._number)
-            mine.append(self.indices()[:n])
-            self.start = min(self.start + len(numbers) * n, self.length)
-        numbers = iteration.numbers
-        self.num_parts, self.part_index = len(numbers), numbers.index(self._number)
-        self._before, self._split_at = sum(map(len, mine)), self.start
-        self._mine = np.concatenate([*mine, self.indices()])
-        self.epoch, self.start = next_one
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part. Local.
@@ -234,12 +133,6 @@ class SplitSampler:
         epoch, start = checks.whole("epoch", epoch, most=None), checks.whole("start", start, most=self.length)
         self.epoch, self.start = epoch, start
 
-    def _since_a_split(self, had: int) -> dict[str, int]:
-        """Where a loop is that has had so many examples, if they have been split anew in this epoch; else {}. Local."""
-        if not self._before:
-            return {}
-        return {"start": min(self._split_at + self.num_parts * max(0, had - self._before), self.length), "batches": 0}
-
     def __len__(self) -> int:
         whole, rest = divmod(self.length - self.start, self.num_parts)
         if self.last == "uneven":
@@ -247,39 +140,7 @@ class SplitSampler:
         return whole + (self.last == "wrap" and rest > 0)
 
     def __iter__(self) -> Iterator[int]:
-        return self._drawing(begun=False) if self._follows else iter(self.indices().tolist())
-
-    def _drawing(self, *, begun: bool) -> Iterator[int]:
-        if not begun:
-            self._begin()
-        while True:
-            with self._lock:
-                if self._drawn >= len(self._mine):
-                    return
-                found = int(self._mine[self._drawn])
-                self._drawn += 1
-            yield found
-
-    def _begin(self) -> int:
-        """Begin an iteration over what may be split anew. Returns how many examples of it this worker need not draw:
-        as many as the others have had, where it has just taken a place.
-        """
-        with self._lock:
-            there, self._had = self._next, None
-            if there is not None and there.had and not self._may_join():
-                there = None  # of an epoch that had ended before this worker came
-            if there is not None and there.had and self.epoch < there.epoch:  # the others have ended this epoch
-                self._mine = np.empty(0, np.int64)
-                self._drawn = self._before = 0
-                return 0
-            self._next = None
-            if there is not None and (self.epoch == there.epoch or there.n == self._iteration.n + 1):
-                self._go_on(there)
-                self._drawn = there.had
-            else:
-                self._iteration = _Iteration(self._iteration.n + 1, self.epoch, self.start, [], self._numbers)
-                self._mine, self._drawn, self._before = self.indices(), 0, 0
-            return self._drawn
+        return iter(self.indices().tolist()) if self._following is None else self._following.drawing(self)
 
     def indices(self) -> NDArray[np.int64]:
         """Return this epoch's indices of this part at once: int64, (len(self),).

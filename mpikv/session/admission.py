@@ -108,6 +108,7 @@ class Admission:
 
     def take_place(self, give: Give, take: Take) -> None:
         session = self._session
+        self.has_come = True
         session.survivors.is_ready(admits=False)
         try:
             session.recover(session.now.number)
@@ -115,7 +116,6 @@ class Admission:
             session.abandon()
             raise SystemExit(0) from None
         say(f"mpikv: a spare has taken the place of worker {session.number}: {session.num_workers} workers go on")
-        self.has_come = True
         self._let_in(give, take)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpikv.config import Config
@@ -68,3 +70,37 @@ def test_a_worker_that_is_an_iteration_behind() -> None:
     assert run(body) == [11, 11]
     assert set(seen.values()) == {1}, "none twice"
     assert len(seen) == 22, "all but the two that the dead has had"
+
+
+def test_a_death_while_a_spare_takes_a_place() -> None:
+    """The spare draws nothing that the worker has drawn whose place it takes."""
+    deaths, lock, seen = Deaths(), threading.Lock(), Counter[int]()
+
+    def body(store: Any) -> int:
+        session, sampler = store.session, SplitSampler.for_store(40, store, seed=5)
+        is_spare = session.alone
+
+        def give() -> bytes:
+            deaths.die_in(3, calls=1)
+            return b""
+
+        store.init("w", np.zeros(1))
+        if is_spare:
+            session.take_place(give, lambda _: None)
+        for n, example in enumerate(sampler):
+            with lock:
+                seen[example] += 1
+            if n == 2 and session.number == 1 and not is_spare:
+                deaths.die_in(1, calls=1)
+                store.barrier()
+            store.pushpull("w", np.ones(1))
+            while len(session.coming) > store.num_workers and not session.has_news():
+                if any(seat.ready for seat in session.now.seats):
+                    break
+                time.sleep(0.001)
+            session.between_steps(give, lambda _: None)
+        return int(store.num_workers)
+
+    config = Config(spares=1, timeout_s=20)
+    assert spawn_continued("dist_sync", 5, body, config=config, deaths=deaths) == [3, None, 3, None, 3]
+    assert set(seen.values()) == {1}
