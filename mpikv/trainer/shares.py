@@ -70,7 +70,7 @@ class Shares:
         if batch_size is not None and examples is not None:
             raise ValueError("step: batch_size is for gradients that are sums, examples= for means; give one of them")
         if examples is None and not self.joined:
-            return self._mean if batch_size is None else Share(batch_size, examples=batch_size)
+            return self._mean if batch_size is None else self.of_batch(batch_size)
         if examples is not None:
             kind, number = MEANS, positive(examples, "examples, the number of this worker's examples,")
         elif batch_size is not None:
@@ -78,6 +78,14 @@ class Shares:
         else:
             kind, number = UNCOUNTED, 0.0
         return self._share(self._exchange(kind, number), self._rank)
+
+    def of_batch(self, batch_size: float) -> Share:
+        """Return the share of sums over so many examples of all workers. ValueError for a wrong number. Local."""
+        number = positive(batch_size, "batch_size is the number of examples of all workers together, and")
+        if self._store is None or not self._continues:
+            return Share(number, examples=batch_size)
+        # So much for each worker that will be in the sum; one that has died meanwhile is not.
+        return Share(number / self._store.num_workers, examples=batch_size, weights=[1.0] * self._workers)
 
     def of_others(self) -> Share | None:
         """Take part in the others' next step, after this worker has run out of data, at their learning rate.

@@ -146,7 +146,10 @@ class Trainer(TrainerFiles):
         name = self._name_of(parameter, "push_grad")
         if name in self._pushed:
             raise ValueError(f"push_grad: the gradient of {shown(name)} was pushed already; `step` comes next")
-        batch_size = self._batch_size if batch_size is None else batch_size
+        if batch_size is not None:
+            share = self._shares.of_batch(batch_size)
+            self._weigh(share.weights)
+        batch_size = self._batch_size if batch_size is None else share.divisor
         if self._store is None or self._is_frozen(name) or batch_size is None or self._adds_in_memory:
             return
         if self._shares.joined or name not in self._trained:  # `step` exchanges examples, or raises for the parameter

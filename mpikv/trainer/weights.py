@@ -31,7 +31,6 @@ from mpikv.trainer import parameter as parameters
 from mpikv.trainer import rows
 from mpikv.trainer.own_updates import OwnUpdates
 from mpikv.trainer.parameter import list_data, named, place_grad
-from mpikv.trainer.shares import positive
 from mpikv.trainer.torch_parameter import TorchBuffer, TorchParameter, is_module
 
 
@@ -241,9 +240,8 @@ class TrainedWeights:
 
     def _rescale(self, batch_size: float) -> None:
         """Make the optimizer divide gradients by `batch_size`."""
-        number = positive(batch_size, "batch_size is the number of examples of all workers together, and")
         self._batch_size = batch_size
-        self._optimizer.rescale_grad = self._scale / number
+        self._optimizer.rescale_grad = self._scale / batch_size
         self._apply_factors()
 
     def _apply_factors(self) -> None:

@@ -1,4 +1,4 @@
-"""Spares that take the places of workers in a training, over thread ranks."""
+"""Trainings whose workers die, and spares that take their places, over thread ranks."""
 
 from __future__ import annotations
 
@@ -96,6 +96,29 @@ def test_a_training_has_as_many_workers_again(kind: str, mode: Mode, dead: int) 
     assert all(rank == number for rank, number, *_ in results), "workers have their ranks again"
     (_,) = {(steps, tuple(weights), examples) for _, _, steps, weights, examples in results}
     assert max(used.values()) == 1, "no example is used twice in an epoch"
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+def test_sums_are_divided_by_the_examples_of_those_who_are_there(pushes: bool) -> None:
+    """Also in the step in which one dies, and where a gradient is pushed for the batch of the step before."""
+    deaths = Deaths()
+
+    def body(store: Any) -> list[float]:
+        weight = mpikv.Parameter(np.zeros(2))
+        trainer = mpikv.Trainer([weight], "sgd", {"learning_rate": 0.5}, store)
+        for step in range(6):
+            weight.grad[...] = 8.0  # over 4 examples
+            if pushes:
+                trainer.push_grad(weight, None if step else 4 * store.num_workers)
+            if step == 3 and store.session.number == 1:
+                deaths.die_in(1, calls=1)
+                store.barrier()
+            trainer.step(batch_size=4 * store.num_workers)
+        return weight.data.tolist()  # type: ignore[no-any-return]
+
+    first, dead, last = MESSAGES._replace(workers=3).run_continued(body, deaths, lambda _: Faults())
+    assert dead is None
+    assert first == last == [-6.0, -6.0]
 
 
 def test_a_spare_that_nobody_needs_ends() -> None:
