@@ -129,8 +129,10 @@ class Following:
         self.begin(sampler)
         yield from iter(self.draw, None)
 
-    def since_a_split(self, had: int) -> dict[str, int]:
-        """Where a loop is that has had so many examples, if they have been split anew in this epoch; else {}. Local."""
+    def place(self, epoch: int, had: int) -> dict[str, int]:
+        """What the state of a loader says of where it is when its loop has had so many examples of an epoch. Local."""
         before = len(self._mine) - len(self._parts)  # of earlier splits
+        if self._iteration.epoch != epoch or before < 0:
+            return {}
         start = self._parts.start + self._parts.num_parts * max(0, had - before)
-        return {"start": min(start, self._parts.length), "batches": 0} if before > 0 else {}
+        return {"start": min(start, self._parts.length), "batches": 0} if before else {"start": self._parts.start}

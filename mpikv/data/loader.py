@@ -171,7 +171,7 @@ class DataLoader:
         """
         where = {"epoch": self.epoch, "start": self._start, "batches": self._batches, "before": list(self._before)}
         if self._following is not None:
-            where |= self._following.since_a_split(self._batches * self.batch_size)
+            where |= self._following.place(self.epoch, self._batches * self.batch_size)
         return {**where, "of": self._identity()}
 
     def _identity(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpikv.config import Config
-from mpikv.data import SplitSampler
+from mpikv.data import DataLoader, SplitSampler
 from mpikv.testing.continued import spawn_continued
 from mpikv.transports.faulty import Deaths
 
@@ -72,24 +72,51 @@ def test_a_worker_that_is_an_iteration_behind() -> None:
     assert len(seen) == 22, "all but the two that the dead has had"
 
 
-def test_a_death_while_a_spare_takes_a_place() -> None:
-    """The spare draws nothing that the worker has drawn whose place it takes."""
+def place(loader: DataLoader, sampler: SplitSampler) -> int:
+    """How many examples of the epoch all workers have had, or passed over, when a loop has come so far."""
+    state = loader.state()
+    return int(state["start"] + state["batches"] * loader.batch_size * sampler.num_parts)
+
+
+def test_loops_that_have_had_equally_many_batches_are_in_the_same_place() -> None:
+    """Also where one has seen the death a batch before the other; and the next epoch begins at its beginning."""
+
+    def body(store: Any, die: Any) -> list[int]:
+        sampler = SplitSampler.for_store(26, store, seed=5, last="drop")
+        loader = DataLoader(np.arange(26), 2, sampler=sampler, prefetch=0)
+        places, batches = list[int](), iter(loader)
+        for _ in range(2 - (store.rank == 2)):
+            next(batches)
+            places.append(place(loader, sampler))
+        die()
+        places += [place(loader, sampler) for _ in batches]
+        loader.set_epoch(1)
+        return [*places, place(loader, sampler)]
+
+    assert run(body) == [[6, 12, 16, 20, 24, 26, 0]] * 2
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_spare_takes_a_place(again: bool) -> None:
+    """It draws nothing that the worker has drawn whose place it takes; also where another one dies meanwhile."""
     deaths, lock, seen = Deaths(), threading.Lock(), Counter[int]()
 
-    def body(store: Any) -> int:
+    def body(store: Any) -> tuple[int, int]:
         session, sampler = store.session, SplitSampler.for_store(40, store, seed=5)
-        is_spare = session.alone
+        is_spare, loader = session.alone, DataLoader(np.arange(40), 1, sampler=sampler, prefetch=0)
 
         def give() -> bytes:
-            deaths.die_in(3, calls=1)
+            if again:
+                deaths.die_in(3, calls=1)
             return b""
 
         store.init("w", np.zeros(1))
         if is_spare:
             session.take_place(give, lambda _: None)
-        for n, example in enumerate(sampler):
+            loader.set_epoch(0, start=8)
+        for n, (example,) in enumerate(loader):
             with lock:
-                seen[example] += 1
+                seen[int(example)] += 1
             if n == 2 and session.number == 1 and not is_spare:
                 deaths.die_in(1, calls=1)
                 store.barrier()
@@ -99,8 +126,9 @@ def test_a_death_while_a_spare_takes_a_place() -> None:
                     break
                 time.sleep(0.001)
             session.between_steps(give, lambda _: None)
-        return int(store.num_workers)
+        return int(store.num_workers), place(loader, sampler)
 
-    config = Config(spares=1, timeout_s=20)
-    assert spawn_continued("dist_sync", 5, body, config=config, deaths=deaths) == [3, None, 3, None, 3]
+    found = spawn_continued("dist_sync", 5, body, config=Config(spares=1, timeout_s=20), deaths=deaths)
+    end = (3, 39) if again else (4, 40)
+    assert found == [end, None, end, None if again else end, end]
     assert set(seen.values()) == {1}
