@@ -7,11 +7,12 @@
     mpikv launch -n 4 -s 0 python examples/image_classification.py --kv-store dist_async --dataset fashion-mnist
     mpikv launch -n 4 -s 0 python examples/image_classification.py --local 8 --outer nesterov
     mpikv launch -n 2 -s 0 --restarts 1 python examples/image_classification.py --kill-at 50
+    mpikv launch -n 3 -s 0 --on-failure continue python examples/image_classification.py --kill-at 50
 
-Batches. Each step takes the next --batch-size images of every worker, from one random order of all images. What is left
-at the end of an epoch and makes no whole step is left out, other images in every epoch. A step's gradient is the mean
-over the images of all workers, so W workers with batches of B learn as one with batches of W*B, but for batch
-normalisation. With dist_async each worker's gradient is applied at once, and counts 1/W of a step.
+Batches. Each step takes the next --batch-size images of every worker, from one random order of all images; where a
+worker has died and the others go on, of what nobody has had. What makes no whole step at an epoch's end is left out,
+other images each time. A step's gradient is the mean over the images of all workers, so W workers with batches of B
+learn as one with W*B, but for batch normalisation. With dist_async each gradient is applied at once, as 1/W of a step.
 
 Batch normalisation. In training every worker, and every device of it, normalises with the mean and variance of its own
 part of the batch: no messages; parts of less than 16 images cost accuracy (Y. Wu, K. He, Group Normalization, ECCV
@@ -59,7 +60,7 @@ from usage import Parser
 
 from mpikv import Config, KVStore, LocalUpdates, MpikvError, Trainer, kv
 from mpikv.common.progress import Progress
-from mpikv.data import SplitSampler, split_and_load
+from mpikv.data import DataLoader, SplitSampler, split_and_load
 
 DATASETS = {"cifar10": image_sets.cifar10, "fashion-mnist": image_sets.fashion_mnist}
 OUTER = ("mean", "nesterov", "slowmo")
@@ -83,8 +84,7 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--momentum", type=float, default=0.9, help=f"for {', '.join(sorted(WITH_MOMENTUM))} (0.9)")
     add("--wd", type=float, default=0.0, help="weight decay (0)")
     add("--no-augment", action="store_true", help="train on the images as they are, not cut and mirrored at random")
-    add("--kill-at", type=int, metavar="STEP", help="the last worker kills itself after this step, in a job's first "
-        "run alone: mpikv launch --restarts goes on from the last snapshot")  # fmt: skip
+    add("--kill-at", type=int, metavar="STEP", help="in a job's first run the last worker kills itself after this step")
     add("--tensorboard", type=Path, metavar="DIR", help="write loss, accuracy and the store's counts for TensorBoard")
     compressed.add_options(parser)
     options = parser.parse_args(line)
@@ -125,7 +125,7 @@ def num_examples(options: argparse.Namespace, images: ImageSet) -> int:
 class Run:
     """A training. nets: replicas of the model, one per device; the trainer's is the first. writer: to TensorBoard.
 
-    local: with --local; the trainer is then this worker's own.
+    local: with --local; the trainer is then this worker's own. kill_at: after this step the worker kills itself.
     """
 
     options: argparse.Namespace
@@ -136,6 +136,7 @@ class Run:
     local: LocalUpdates | None = None
     memory: compressed.Memory | None = None
     writer: Any = None
+    kill_at: int | None = None
 
     @property
     def asynchronous(self) -> bool:
@@ -156,19 +157,20 @@ class Run:
         parts = split_and_load(array, ["cpu"] * len(self.nets), even_split=False)
         return [torch.from_numpy(part).to(device) for part, device in zip(parts, self.options.devices, strict=True)]
 
-    def batches(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """This worker's images and labels, step by step; equally many steps on all workers.
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """This worker's images and labels, step by step, and how many images of the epoch are done with this step.
 
-        start: how many images of the epoch are done already. Leaves out what makes no whole step.
+        start: how many are done already. Equally many steps on all workers; leaves out what makes no whole step.
         """
-        n, size, seed = num_examples(self.options, self.images), self.options.batch_size, self.options.seed
-        sampler = SplitSampler.for_store(n, self.store, seed=seed, last="drop")
-        sampler.set_epoch(epoch, start)
-        mine, draws = sampler.indices(), image_sets.draw(n, seed, epoch)
-        for step in range((n - start) // self.together):
-            batch = mine[step * size : (step + 1) * size]
-            x, y = self.images.train_x[batch], self.images.train_y[batch]
-            yield self.images.scaled(x if self.options.no_augment else image_sets.changed(x, draws[batch])), y
+        images, options, n = self.images, self.options, num_examples(self.options, self.images)
+        sampler = SplitSampler.for_store(n, self.store, seed=options.seed, last="drop")
+        drawn = images.train_x[:n], images.train_y[:n], image_sets.draw(n, options.seed, epoch)
+        loader = DataLoader(drawn, options.batch_size, sampler=sampler, last="discard", prefetch=0)
+        loader.set_epoch(epoch, start)
+        for x, y, random in loader:
+            state = loader.state()
+            then = state["start"] + state["batches"] * options.batch_size * sampler.num_parts
+            yield images.scaled(x if options.no_augment else image_sets.changed(x, random)), y, then
 
     def gradients(self, x: np.ndarray, y: np.ndarray) -> float:
         """Add up the gradients of this batch in the first replica, as sums over the images; the sum of the losses.
@@ -204,32 +206,30 @@ class Run:
         rate = optimizer_params(options)["learning_rate"]
         for net in self.nets:
             net.train()
-        start_s, loss, done = time.perf_counter(), 0.0, 0
+        start_s, loss, seen, done = time.perf_counter(), 0.0, 0, start
         title = f"epoch {epoch + 1}/{options.epochs}"
         with Progress(title, n, "images", done=start, shown=self.store.rank == 0) as progress:
-            for x, y in self.batches(epoch, start):
+            for x, y, then in self.batches(epoch, start):
                 if trainer.steps == options.max_steps:
                     break
-                now = epoch + (start + done) / n
+                now = epoch + done / n
                 trainer.set_learning_rate(rate * options.lr_factor ** sum(end <= now for end in options.lr_steps))
                 with self.store.span("forward, backward"):  # shown by `mpikv trace`
                     loss += self.gradients(x, y)
-                trainer.step(batch_size=self.together)
+                batch_size = self.together if self.local is None else len(y)
+                trainer.examples = epoch * n + then - batch_size  # which `step` adds, of those who are there
+                trainer.step(batch_size=batch_size)
                 if self.local is not None:
                     self.local.step()
-                self.die_if_asked()
+                if trainer.steps == self.kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 self.spread()
-                done += self.together
-                progress.update(self.together, loss=loss * self.store.num_workers / done)
+                seen += len(y)
+                progress.update(then - done, loss=loss / seen)
+                done = then
                 if self.shared.stop_requested:
                     break
-        return loss * self.store.num_workers / max(done, 1), done / (time.perf_counter() - start_s)
-
-    def die_if_asked(self) -> None:
-        """Kill the last worker at --kill-at, but not where the job was started again."""
-        last = self.store.rank == self.store.num_workers - 1
-        if last and self.trainer.steps == self.options.kill_at and Config.from_environ().restart == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        return loss / max(seen, 1), (done - start) / (time.perf_counter() - start_s)
 
     def accuracy(self) -> float:
         """The share of test images that get their label; worker 0 knows it.
@@ -247,9 +247,9 @@ class Run:
             return self.count_correct(np.arange(n)) / n if self.store.rank == 0 else 0.0
         self.shared.sync_buffers()
         part = SplitSampler.for_store(n, self.store, shuffle=False, last="uneven").indices()
-        correct = np.array([self.count_correct(part)])
-        self.store.pushpull("correct", correct)
-        return int(correct[0]) / n
+        counts = np.array([self.count_correct(part), len(part)])  # what a worker that dies would count is left out
+        self.store.pushpull("correct", counts)
+        return int(counts[0]) / int(counts[1])
 
     @torch.no_grad()
     def count_correct(self, part: np.ndarray) -> int:
@@ -340,11 +340,10 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     images = load(options, store)
     torch.manual_seed(options.seed)
     net = NETWORKS[options.model](len(images.mean), 10).to(options.devices[0])
-    store.init("correct", np.zeros(1, dtype=np.int64))
+    store.init("correct", np.zeros(2, dtype=np.int64))
     params = optimizer_params(options)
     optimizer, memory, local = options.optimizer, None, None
     if options.local:
-        params["rescale_grad"] = store.num_workers  # a step divides by the images of all workers, and is of one here
         trainer = Trainer(net, optimizer, params, None)
         how = {"every": options.local, "outer": options.outer, "compression": options.compression}
         local = LocalUpdates(net, store, optimizer=trainer, **how)
@@ -362,7 +361,8 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     shared.resume()  # where a signal has stopped this run before: MPIKV_STOP_FILE
     replicas = [copy.deepcopy(net).to(device) for device in options.devices[1:]]
     writer = summary_writer(options.tensorboard) if options.tensorboard and store.rank == 0 else None
-    return Run(options, store, images, [net, *replicas], trainer, local, memory, writer)
+    kill_at = None if Config.from_environ().restart or store.rank < store.num_workers - 1 else options.kill_at
+    return Run(options, store, images, [net, *replicas], trainer, local, memory, writer, kill_at)
 
 
 def main() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
+import cifar_files
+import frameworks
 import pytest
 from jobs import Mpi, Running, text
 from test_launch import LIMIT_S, launch, launched, parent
@@ -118,6 +121,38 @@ def test_a_job_that_ends_all_the_same_is_started_again(mpi: Mpi, tmp_path: Path)
         file.touch()
     running.result.check()
     assert set(re.findall(r"ends as one of \d", running.result.output)) == {"ends as one of 3"}
+
+
+USED = """
+import os, sys, zlib
+sys.path.insert(0, "examples")
+import image_classification
+gradients, folder = image_classification.Run.gradients, sys.argv.pop(1)
+def noted(run, x, y):
+    with open(f"{folder}/{os.getpid()}", "a") as file:
+        file.writelines(f"{zlib.crc32(image.tobytes())}\\n" for image in x)
+    return gradients(run, x, y)
+image_classification.Run.gradients = noted
+image_classification.main()
+"""
+
+
+def test_an_example_goes_on(mpi: Mpi, tmp_path: Path) -> None:
+    """Each image is used once, but for those that the dead one would have used in the step that it dies before."""
+    frameworks.need("torch")
+    used, data = tmp_path / "used", cifar_files.write(tmp_path / "data")
+    used.mkdir()
+    words = ["-c", USED, str(used), "--data-dir", str(data), "--no-augment", "--model", "lenet", "--batch-size", "4"]
+    words += ["--epochs", "1", "--lr-steps", "0.8", "--kill-at", "5"]
+    env = {"MPIKV_TIMEOUT_S": "100", "OMP_NUM_THREADS": "1"}
+    with launched(mpi, *CONTINUE, "-n", "3", "-s", "0", "python", *words, env=env, limit_s=300) as running:
+        pass
+    running.result.check()
+    assert re.search(r"worker 2 on \S+ was killed by signal 9 \(SIGKILL\); 2 ranks go on\n", running.result.output)
+    assert re.search(r"accuracy \S+ after 7 steps", running.result.output), running.result.output
+    counts = Counter(line for file in used.iterdir() for line in file.read_text().splitlines())
+    assert set(counts.values()) == {1}
+    assert len(counts) == 5 * 3 * 4 + 2 * 2 * 4  # of 80
 
 
 def test_all_die(mpi: Mpi, tmp_path: Path) -> None:
