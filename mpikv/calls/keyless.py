@@ -45,7 +45,8 @@ class CollectiveCalls:
     Every worker makes the same calls in the same order, with arrays of the same shapes and dtypes and the same `op`,
     `root` and `name`; otherwise ShapeMismatch, which says who brought what, on every worker that is in such a call.
     `name` is only compared, and shown in errors. Calls block. Raises UnsupportedError for a `dist_async` store, and
-    where the store has an optimizer for all keys, since it then gives no sums.
+    where the store has an optimizer for all keys, since it then gives no sums. A spare that has no place yet
+    (MPIKV_SPARES) is alone in them: it gets back what it brings, from `allgather` once for each worker.
     """
 
     def __init__(self, store: Any) -> None:
@@ -124,7 +125,7 @@ class CollectiveCalls:
             flat[end - aligned(value.nbytes) :][: value.nbytes].view(value.dtype).reshape(value.shape)
             for end, value in zip(ends, values, strict=True)
         ]
-        if self.store.rank == root:
+        if self.store.rank == root or self.store.session.alone:
             for result, value in zip(results, values, strict=True):
                 result[...] = value
         self._run(collective.broadcast(_pieces(flat), root), "broadcast", text)
@@ -211,7 +212,7 @@ class CollectiveCalls:
                 "make collective calls on another store"
             )
         group = self.store.workers_group
-        if group is None:
+        if group is None or self.store.session.alone:
             return None
         text = f"{what}\n{text}"
         try:
@@ -242,7 +243,8 @@ class CollectiveCalls:
 
     def _gather(self, mine: HostArray, outs: Sequence[HostArray]) -> None:
         blobs = [_bytes(out) for out in outs]
-        blobs[self.store.rank][:] = mine
+        for blob in blobs if self.store.session.alone else [blobs[self.store.rank]]:
+            blob[:] = mine
         self._run(collective.allgather([(mine, blobs)]), "allgather", f"bytes: {[blob.size for blob in blobs]}")
 
 

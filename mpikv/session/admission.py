@@ -7,6 +7,7 @@ has ended they come together once more, with it, and one of them gives it what i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,11 +92,15 @@ class Admission:
 
     def _begin_new(self, give: Give, take: Take) -> None:
         """Let new workers go on from what others have. Collective, blocks."""
-        found = self._session.whole(TO_SPARES, lambda: self.from_an_old_one(lambda: _given(give)))
+        found = self._session.whole(TO_SPARES, lambda: self.from_an_old_one(lambda: self._given(give)))
         if self._lacks and found[:1] != WHOLE:
             raise UnsupportedError(f"a spare cannot take a worker's place: {found.decode()}")
         if self._lacks:
-            take(found[len(WHOLE) :])
+            agreed, _, state = found[len(WHOLE) :].partition(b"\n")
+            take(state)
+            for name, one in json.loads(agreed).items():
+                if name in self._session.passed_on:
+                    self._session.passed_on[name].agreed = one
         self.is_new, self._lacks, self.new = False, False, ()
 
     def from_an_old_one(self, give: Give) -> bytes:
@@ -118,10 +123,10 @@ class Admission:
         say(f"mpikv: a spare has taken the place of worker {session.number}: {session.num_workers} workers go on")
         self._let_in(give, take)
 
-
-def _given(give: Give) -> bytes:
-    """What a worker gives to a spare, or why it cannot, for which the others must not wait."""
-    try:
-        return WHOLE + give()
-    except Exception as error:  # noqa: BLE001 - of the user's objects
-        return f"{type(error).__name__}: {error}".encode()
+    def _given(self, give: Give) -> bytes:
+        """What this worker gives to a spare, or why it cannot, for which the others must not wait."""
+        agreed = {name: one.agreed for name, one in self._session.passed_on.items()}
+        try:
+            return WHOLE + json.dumps(agreed).encode() + b"\n" + give()
+        except Exception as error:  # noqa: BLE001 - of the user's objects
+            return f"{type(error).__name__}: {error}".encode()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import Compressions
@@ -52,6 +53,12 @@ class NewKey(NamedTuple):
     sparse: bool = False
 
 
+class Agreed(Protocol):
+    """Something that workers agree on as they go. agreed: what that is, as JSON; a new worker sets it to another's."""
+
+    agreed: Any
+
+
 class Session:
     """The only worker of a store of one process; `Workers` is that of several.
 
@@ -66,6 +73,7 @@ class Session:
     its end, whatever happened. given: which errors callers have been given.
     own_keys: keys of this library's own, which lie where their first values are, whatever the store's type says.
     recorder: gets what this rank does, while a timeline is written.
+    passed_on: what a spare gets when it becomes a worker, by names. resumed: whether the program has called `resume`.
     log: of what is decided here. metrics: the file of this rank's metrics, if any.
     """
 
@@ -96,7 +104,8 @@ class Session:
         self.infos: dict[Key, KeyInfo] = {}
         self.own_keys: set[Key] = set()
         self.any_sparse = False
-        self.stopped = self.closed = False
+        self.passed_on: WeakValueDictionary[str, Agreed] = WeakValueDictionary()
+        self.stopped = self.closed = self.resumed = False
         self.given = GivenErrors()
         self.log = StoreLog("worker", 0, this_process().host)
         self.metrics: MetricsFile | None = None

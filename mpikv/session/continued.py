@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from mpikv.codecs.compression import of_text
 from mpikv.config import Config
 from mpikv.engine.operation import Operation
 from mpikv.errors import PeerError, StallError
@@ -252,6 +253,7 @@ class ContinuedSession(Session):
         told = {name: tell() for name, tell in [*self.tells.items()]}
         known = {**self.admission.told(), "ended": self._ended, "told": told}
         known |= {"samplers": self._n_samplers, "stop": before.stopping.told(), "reads": before.stopping.reads}
+        known["codecs"] = [(key, one.text) for key, one in self.compressions.of_keys.items()]
         reports = self.everywhere({**self.keeper.report(), **known})
         self.admission.heard(reports)
         self.told = [report["told"] for report in reports]
@@ -264,6 +266,7 @@ class ContinuedSession(Session):
             self._ended = dict(self._ended_by_all)
             self._n_samplers = max(report["samplers"] for report in reports)
             session.stopping.read_as(max(report["reads"] for report in reports))
+            self.compressions.of_keys |= {key: of_text(text) for report in reports for key, text in report["codecs"]}
         self.keeper.catch_up(reports)
 
     def everywhere(self, mine: Any) -> list[Any]:

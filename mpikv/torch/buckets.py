@@ -249,12 +249,15 @@ class Spares:
         return found
 
     def take(self, calls: CollectiveCalls, sizes: str) -> tuple[int, Spare | None]:
-        """Return spare keys of these sizes, None if there are none, and a number for `give`. Collective, blocks."""
+        """Return spare keys of these sizes, None if there are none, and a number for `give`. Collective, blocks.
+
+        None where a worker may come that knows none of them.
+        """
         free = [
             one is not None and one.sizes == sizes and all(ref is None or ref() is None for ref in one.in_use)
             for one in self._all
         ]
-        if free:
+        if free and not calls.store.session.has_spares:
             (agreed,) = calls.allreduce([np.array(free, np.uint8)], "min", "spare keys")
             for i in np.flatnonzero(agreed).tolist():
                 spare, self._all[i] = self._all[i], None

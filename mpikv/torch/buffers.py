@@ -29,7 +29,7 @@ class Buffers:
         self._names = [name for name, _ in module.named_buffers()]
         self._owners = {name: _owner(module, name) for name in self._names}
         self._first = {name: distinct(buffer).to("meta") for name, buffer in module.named_buffers()}  # their forms
-        self._in_tail: list[str] = []  # names of the buffers that are sent with the gradients
+        self.in_tail: list[str] = []  # names of the buffers that are sent with the gradients
         self._tail_views: list[HostArray] = []
         self._pointers: list[int] = []  # the addresses of those buffers
         self._outside_tail = list(self._names)
@@ -69,13 +69,16 @@ class Buffers:
                     "its own"
                 )
 
-    def choose(self) -> int:
-        """Agree on the buffers that are in the tail, and return their size in bytes. Collective, blocks."""
+    def choose(self) -> list[str]:
+        """Agree on the buffers that are to be in the tail. Collective, blocks."""
         changed = np.array([now != then for now, then in zip(self._values(), self._remembered, strict=True)], np.uint8)
         if self._names:
             changed = self._calls.allreduce([changed], "max", name="buffers that change")[0]
-        self._in_tail = [name for name, one in zip(self._names, changed, strict=True) if one]
-        self._outside_tail = [name for name, one in zip(self._names, changed, strict=True) if not one]
+        return [name for name, one in zip(self._names, changed, strict=True) if one]
+
+    def put_in_tail(self, names: list[str]) -> int:
+        """Send these with the gradients from now on. Returns their size in bytes. Local."""
+        self.in_tail, self._outside_tail = names, [name for name in self._names if name not in names]
         self.remember()
         return sum(view.size for view in self._views())
 
@@ -89,12 +92,12 @@ class Buffers:
         for view in views:
             view[:] = content[begin : begin + view.size]
             begin += view.size
-        pairs = zip(self._now(self._in_tail), views, strict=True)
+        pairs = zip(self._now(self.in_tail), views, strict=True)
         _write([(buffer, view) for buffer, view in pairs if not _in_place(buffer)])
 
     def _views(self) -> list[HostArray]:
         """Return the bytes of each buffer in the tail, as views if possible, which are kept."""
-        buffers = self._now(self._in_tail)
+        buffers = self._now(self.in_tail)
         pointers = [buffer.data_ptr() for buffer in buffers]
         if pointers != self._pointers or not all(map(_in_place, buffers)):
             self._tail_views = _bytes_of(buffers)

@@ -52,10 +52,10 @@ from mpikv.torch.tail import Flags, GradientTail, RoundOutcome
 class Gradients:
     """The gradients of named parameters.
 
-    calls: of the store. name: prefix of its keys. scale: the factor of this worker's gradients. compression: see
-    DistributedModel. buffers: are sent with the gradients; None: no buffers are. source: the worker whose buffers all
-    workers get. views_as_grads: whether a view replaces the `grad` before the round ends. steps: the optimizers' steps,
-    which are compared.
+    calls: of the store. name: prefix of its keys. average: whether each becomes a mean, else a sum. scale: the factor
+    of this worker's. compression: see DistributedModel. buffers: are sent with the gradients; None: no buffers are.
+    source: the worker whose buffers all get. views_as_grads: whether a view replaces the `grad` before the round ends.
+    steps: the optimizers' steps, which are compared.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Gradients:
         name: str,
         named: Sequence[tuple[str, torch.nn.Parameter]],
         *,
-        scale: float,
+        average: bool,
         bucket_bytes: int | None,
         compression: Any = None,
         buffers: Buffers | None = None,
@@ -78,8 +78,8 @@ class Gradients:
         session = self._store.session
         self._continues: bool = session.continues
         # Where workers may die their number is known when a sum is there: it is divided by that then.
-        self._averages = self._continues and scale != 1.0
-        self.scale = 1.0 if self._averages else scale
+        self._averages = average and self._continues
+        self.scale = 1 / self._store.num_workers if average and not self._continues else 1.0
         # By their numbers at the start, where some may be gone.
         self._me = session.number if self._continues else self._store.rank
         self._places = session.at_start if self._continues else self._store.num_workers
@@ -91,7 +91,7 @@ class Gradients:
         self.compression = own if compression is None or compression is Compression.none else make(compression)
         self._unused = UnusedSums()
         self._buffers = buffers
-        self.steps = Steps(calls, named, scale)
+        self.steps = Steps(calls, named, "mean" if average else "sum")
         # If all workers add in shared host memory, one call for all buckets is faster.
         self._overlap = not self._store.session.shares_memory or all(form.on_gpu for form in self.forms)
         self._buckets: list[GradientBucket] = []
@@ -101,10 +101,11 @@ class Gradients:
         self._tail_bucket: GradientBucket | None = None
         self._tail = GradientTail(self._places, len(named), 0)
         self._trained: Flags = self._requires_grad()  # as all workers have agreed
-        self._groups = 0
+        self._groups: list[list[int]] = []  # the parameters that got their buckets together
         self.fired: dict[int, None] = {}  # parameters with a gradient in this round, in order
         self._sends_early = False  # whether buckets of this round are sent before the pass ends
         self._used = np.zeros(len(named), np.bool_)  # since the last exchange
+        session.passed_on[name] = self
 
     def _requires_grad(self) -> Flags:
         return np.fromiter((parameter.requires_grad for parameter in self.parameters), np.bool_, len(self.parameters))
@@ -188,7 +189,7 @@ class Gradients:
                 self.finish(failed=True)  # the other workers wait for this one
                 raise
         if self._tail_bucket is None:
-            self._make_buckets()
+            self._begin()
         assert self._tail_bucket is not None
         mine = self._me == self.source
         buffers = self._buffers
@@ -255,19 +256,40 @@ class Gradients:
             if outcome.more_buffers:
                 self._buffers.broadcast_others(0 if self._continues else self.source)
 
-    def _make_buckets(self) -> None:
+    @property
+    def agreed(self) -> list[Any] | None:
+        """See `Agreed`; None: there was no round yet. Local."""
+        in_tail = [] if self._buffers is None else self._buffers.in_tail
+        found = [self._groups, in_tail, self._trained.tolist(), self.source, self.steps.rounds]
+        return found if self._groups else None
+
+    @agreed.setter
+    def agreed(self, found: list[Any] | None) -> None:
+        if found is not None:
+            groups, in_tail, trained, self.source, rounds = found
+            self._trained = np.array(trained, np.bool_)
+            self.steps.begin(rounds)
+            self._make_buckets(groups, in_tail)
+            self._reset()
+
+    def _begin(self) -> None:
         """Agree on the order of the parameters, and make the buckets, in the first round."""
         rest = [i for i in reversed(range(len(self.parameters))) if self._trained[i] and i not in self.fired]
         order = np.full(len(self.parameters), -1, np.int64)
         mine = [*(i for i in self.fired if self._trained[i]), *rest]
         order[: len(mine)] = mine
         order = self.calls.broadcast([order], name="order of gradients")[0]
-        n_bytes = 0 if self._buffers is None else self._buffers.choose()
+        in_tail = [] if self._buffers is None else self._buffers.choose()
+        self._make_buckets([[int(i) for i in order if i >= 0]], in_tail)
+
+    def _make_buckets(self, groups: Sequence[list[int]], in_tail: list[str]) -> None:
+        n_bytes = 0 if self._buffers is None else self._buffers.put_in_tail(in_tail)
         self._tail = GradientTail(self._places, len(self.parameters), n_bytes)
-        self._add_group([int(i) for i in order if i >= 0], self._tail.n_elems)
+        for i, group in enumerate(groups):
+            self._add_group(group, 0 if i else self._tail.n_elems)
 
     def _add_group(self, members: list[int], tail_elems: int) -> None:
-        key = f"{self.name}/gradients" + (f" {self._groups}," if self._groups else "")
+        key = f"{self.name}/gradients" + (f" {len(self._groups)}," if self._groups else "")
         i, sizes, found = make_buckets(
             self.calls,
             key,
@@ -278,7 +300,7 @@ class Gradients:
             tail_elems=tail_elems,
             compression=self.compression,
         )
-        self._groups += 1
+        self._groups.append(members)
         self._sets.append((i, sizes, found))
         self._buckets += found
         self._tail_bucket = next((bucket for bucket in found if bucket.has_tail), self._tail_bucket)
@@ -360,9 +382,9 @@ def agreed(
     """
     if (bucket_bytes := options["bucket_bytes"]) is not None:
         options["bucket_bytes"] = checks.whole("bucket_bytes", bucket_bytes, 1)
-    if calls.store.session.has_spares:  # the workers have agreed on buckets in their first round, without the spares
-        raise UnsupportedError(f"{what}: a spare cannot take part in its rounds: use a Trainer, or unset MPIKV_SPARES")
-    name = f"{what.removeprefix('Distributed').lower()}{calls.store.session.new_namespace()}"
+    if (session := calls.store.session).has_spares and session.resumed:
+        raise UnsupportedError(f"{what}: with spares (MPIKV_SPARES) make it before resume(), which tells a spare of it")
+    name = f"{what.removeprefix('Distributed').lower()}{session.new_namespace()}"
     found = Gradients(calls, name, named, **options)
     settings += f", bucket_bytes={bucket_bytes}, compression={found.compression.text}"
     calls.agree([settings], f"the arguments of {what}")

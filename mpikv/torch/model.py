@@ -99,7 +99,7 @@ class DistributedModel(torch.nn.Module):
             "DistributedModel",
             named,
             f"average={bool(average)}, sync_buffers={bool(sync_buffers)}",
-            scale=1 / store.num_workers if average else 1.0,
+            average=bool(average),
             bucket_bytes=bucket_bytes,
             compression=compression,
             buffers=kept if sync_buffers else None,

@@ -278,7 +278,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
         "DistributedOptimizer",
         named,
         f"op={op}, backward_passes_per_step={passes}{kind_of_compression}",
-        scale=1 / calls.store.num_workers if op == Average else 1.0,
+        average=op == Average,
         bucket_bytes=bucket_bytes,
         compression=None if by_calls else compression,
     )

@@ -51,7 +51,7 @@ def broadcast_object(
     {'epoch': 3}
     """
     calls, root = calls_in(process_set, store), root_in(process_set, root_rank)
-    mine = calls.store.rank == root
+    mine = calls.store.rank == root or calls.store.session.alone
     content = np.frombuffer(cloudpickle.dumps(obj), np.uint8) if mine else np.empty(0, np.uint8)
     length = int(calls.broadcast([np.array([content.size], np.int64)], root, name)[0][0])
     found = calls.broadcast([content if mine else np.empty(length, np.uint8)], root, name)[0]

@@ -35,20 +35,26 @@ _ROUNDING = 1e-4  # of the norm: hosts that round differently come less far apar
 
 
 class Steps:
-    """The steps on some parameters. scale: the factor of a worker's loss. joined: whether workers may make unequally
-    many steps at present, so that no loss is exchanged.
+    """The steps on some parameters. op: of the workers' losses. rounds: how many there were. joined: whether workers
+    may make unequally many steps at present, so that no loss is exchanged.
     """
 
-    def __init__(self, calls: CollectiveCalls, named: Sequence[tuple[str, torch.nn.Parameter]], scale: float) -> None:
-        self._calls, self._named, self._scale = calls, named, scale
+    def __init__(self, calls: CollectiveCalls, named: Sequence[tuple[str, torch.nn.Parameter]], op: str) -> None:
+        self._calls, self._named, self._op = calls, named, op
         self._ids = {id(parameter) for _, parameter in named}
         self._lines: dict[str, None] = {}  # each line once, in order
-        self._rounds = 0
-        self._values: Any = None  # (2, 2, parameters), see `compare_values`; None: the next step needs none
+        self.begin(0)
         self.joined = False
         if exchanges(calls.store):
             with _lock:
                 _all.add(self)
+
+    def begin(self, rounds: int) -> None:
+        """Go on from so many rounds. Local."""
+        self.rounds, due = rounds, rounds % _EVERY == _EVERY // 6
+        # (2, 2, parameters), see `compare_values`; None: the next step needs none. Of workers that make no step until
+        # the next round, which are in `join` or have just come, nothing is compared.
+        self._values = np.full((2, 2, len(self._named)), -_MOST) if due else None
 
     def stop(self) -> None:
         with _lock:
@@ -82,9 +88,7 @@ class Steps:
         joined: whether this worker has no more data; `join` takes part in the exchange then.
         """
         values = self._values
-        self._rounds += 1
-        # Of workers that make no step until the next round, which are in `join`, nothing is compared.
-        self._values = np.full((2, 2, len(self._named)), -_MOST) if self._rounds % _EVERY == _EVERY // 6 else None
+        self.begin(self.rounds + 1)
         if values is None or joined:
             return
         # The sums and norms before the last step, and the same negated.
@@ -107,8 +111,8 @@ class Steps:
             is_number = isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
             if self.joined or not is_number:
                 return loss
-            mine = np.array(self._scale * float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
-            total = float(self._calls.allreduce([mine], name="loss of a closure")[0])
+            mine = np.array(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+            total = float(self._calls.allreduce([mine], self._op, "loss of a closure")[0])
             return torch.full_like(loss, total, requires_grad=False) if isinstance(loss, torch.Tensor) else total
 
         return mean

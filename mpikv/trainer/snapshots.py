@@ -101,6 +101,7 @@ class Snapshots:
         """
         if self.steps:
             raise MpikvError("resume after a step: it comes before the first one")
+        self._session.resumed = True
         if self._session.alone:
             self._session.take_place(self._give, self._take)
             return self.steps

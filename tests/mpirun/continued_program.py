@@ -134,6 +134,15 @@ class Program:
             session.between_steps(self._give, self._take)
 
 
+def wait_for_spares(store: mpikv.KVStore) -> None:
+    """Until one that is coming has come as far as this step, or has died."""
+    session = store.session
+    while len(session.coming) > store.num_workers and not any(seat.ready for seat in session.now.seats):
+        if session.has_news():
+            return
+        time.sleep(0.01)
+
+
 def die(after_s: float) -> None:
     time.sleep(after_s)
     os.kill(os.getpid(), signal.SIGKILL)

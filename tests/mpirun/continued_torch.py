@@ -2,6 +2,7 @@
 
 CASE: 'model' or 'optimizer', which of DistributedModel and DistributedOptimizer it trains with. Each worker writes
 FOLDER/N, N its number at the start: for each step a digest of parameters and buffers, and the mean of a gradient of 1.
+A spare writes FOLDER/N-spare, N the number of the worker whose place it takes; a victim -N is a spare.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import threading
 from pathlib import Path
 
 import torch
-from continued_program import die, victim_of
+from continued_program import die, victim_of, wait_for_spares
 
+import mpikv
 import mpikv.torch as mt
 from mpikv import kv
 
@@ -36,8 +38,10 @@ class Net(torch.nn.Module):
 
 def main(folder: str, case: str, victims: str) -> None:
     torch.set_num_threads(1)
-    with kv.create("dist_sync") as store, (Path(folder) / str(store.rank)).open("w") as log:
-        me = store.rank
+    store = kv.create("dist_sync")
+    me, is_spare = store.session.number, store.session.alone
+    mine = [victim_of(one.lstrip("-")) for one in victims.split(",") if one and one.startswith("-") == is_spare]
+    with store, (Path(folder) / f"{me}{'-spare' * is_spare}").open("a") as log:
         torch.manual_seed(me)
         net = Net()
         model = mt.DistributedModel(net, store) if case == "model" else net
@@ -45,8 +49,10 @@ def main(folder: str, case: str, victims: str) -> None:
         if case == "optimizer":
             mt.broadcast_parameters(net.state_dict(), store=store)
             optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store=store)
-        for step in range(STEPS):
-            for who, when, after_s in [victim_of(one) for one in victims.split(",") if one]:
+        snapshots = mpikv.Snapshots(store, {"net": net, "optimizer": optimizer})
+        for step in range(snapshots.resume(), STEPS):
+            wait_for_spares(store)
+            for who, when, after_s in mine:
                 if (who, when) == (me, step):
                     threading.Thread(target=die, args=(after_s,), daemon=True).start()
             optimizer.zero_grad()
@@ -56,6 +62,7 @@ def main(folder: str, case: str, victims: str) -> None:
             digest = hashlib.sha1(b"".join(one.detach().numpy().tobytes() for one in values)).hexdigest()
             log.write(f"{step} {digest} {net.one.grad.item() if net.one.grad is not None else None}\n")
             log.flush()
+            snapshots.step()
         log.write(f"end {store.num_workers} {store.generation}\n")
 
 

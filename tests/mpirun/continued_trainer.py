@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
-from continued_program import die, victim_of
+from continued_program import die, victim_of, wait_for_spares
 
 import mpikv
 from mpikv import kv
@@ -37,10 +36,7 @@ def main(folder: str, case: str, victims: str) -> None:
         trainer.resume()
         loader = DataLoader(np.arange(float(EXAMPLES)), BATCH, sampler=SplitSampler.for_store(EXAMPLES, store, seed=3))
         for batch in loader:
-            while len(session.coming) > store.num_workers and not any(seat.ready for seat in session.now.seats):
-                if session.has_news():
-                    break
-                time.sleep(0.01)  # until a spare has come as far as this step, or has died
+            wait_for_spares(store)
             for who, when, after_s in [victim_of(one.lstrip("-")) for one in mine]:
                 if (who, when) == (me, trainer.steps):
                     threading.Thread(target=die, args=(after_s,), daemon=True).start()

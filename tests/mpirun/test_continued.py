@@ -171,3 +171,20 @@ def test_a_model_of_pytorch_goes_on(openmpi: Mpi, case: str, victims: str, tmp_p
     for other in others:
         differ = [a for a, b in zip(first, other, strict=True) if a != b]
         assert len(differ) <= (case == "model" and 0 in dead), differ
+
+
+@pytest.mark.parametrize("case", ["model", "optimizer"])
+@pytest.mark.parametrize(("victims", "spares"), [("1@9", 1), ("0@12+3,2@20+1", 2), ("0@9,-0@15", 2)])
+def test_a_spare_goes_on_with_a_model_of_pytorch(
+    openmpi: Mpi, case: str, victims: str, spares: int, tmp_path: Path
+) -> None:
+    """With the others' weights, states and numbers. In a step in which worker 0 dies they keep their own buffers."""
+    pytest.importorskip("torch")
+    run(openmpi, 3 + spares, "continued_torch.py", tmp_path, case, victims, MPIKV_SPARES=str(spares))
+    ended = [log for log in (*logs(tmp_path).values(), *spares_logs(tmp_path).values()) if log[-1].startswith("end 3 ")]
+    assert len(ended) == 3, "as many workers end as have begun"
+    first, *others = sorted(ended, key=len, reverse=True)
+    assert [line.split()[2] for line in first[:-1]] == ["1.0"] * 30
+    for other in others:
+        differ = {*other} - {*first}
+        assert len(differ) <= (case == "model") * victims.count("0@"), differ

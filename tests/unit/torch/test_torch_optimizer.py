@@ -15,6 +15,8 @@ from store_modes import Mode, modes  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError  # noqa: E402
+from mpikv.testing.continued import spawn_continued  # noqa: E402
+from mpikv.transports.faulty import Deaths  # noqa: E402
 
 
 @on(*nets.TWO)
@@ -152,6 +154,20 @@ def test_a_line_search_decides_alike_on_all_workers(store: Any, way: str, op: st
         model, optimizer = net, mt.DistributedOptimizer(make(net), net.named_parameters(), store, op=op)
     losses, weights = trained(net, optimizer, model, [store.rank], 1.0)
     torch.testing.assert_close((losses, weights), expected)
+
+
+def test_the_loss_of_a_closure_is_the_mean_of_who_is_there() -> None:
+    deaths = Deaths()
+
+    def body(store: Any) -> list[float]:
+        model = mt.DistributedModel(torch.nn.Linear(2, 1), store)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = [optimizer.step(lambda: float(store.session.number))]
+        if store.session.number == 0:
+            deaths.die_in(0, calls=1)
+        return [*losses, optimizer.step(lambda: float(store.session.number))]
+
+    assert spawn_continued("dist_sync", 3, body, deaths=deaths) == [None, [1.0, 1.5], [1.0, 1.5]]
 
 
 @on(nets.HERE)

@@ -12,6 +12,7 @@ from store_modes import MESSAGES, Mode
 
 import mpikv
 from mpikv import kv
+from mpikv.calls.keyless import CollectiveCalls
 from mpikv.data import DataLoader, SplitSampler
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.testing.continued import spawn_continued
@@ -140,6 +141,9 @@ def test_a_spare_takes_its_place_before_the_first_step() -> None:
                 with pytest.raises(ConfigError, match="takes a worker's place in resume") as raised:
                     call()
                 told.append(str(raised.value))
+            calls, mine = CollectiveCalls(store), np.array([7.0])
+            made = [*calls.broadcast([mine]), *calls.allreduce([mine], "mean"), calls.allgather(mine)]
+            assert [one.tolist() for one in made] == [[7.0], [7.0], [7.0, 7.0]]
         elif store.session.number == 1:
             deaths.die_in(1, calls=1)
         store.barrier()
@@ -153,7 +157,8 @@ def test_what_refuses_spares() -> None:
 
     def body(store: Any) -> None:
         net = torch.nn.Linear(2, 1)
-        with pytest.raises(UnsupportedError, match="DistributedModel: a spare cannot take part in its rounds"):
+        mpikv.Snapshots(store, {"net": net}).resume()
+        with pytest.raises(UnsupportedError, match="DistributedModel: with spares"):
             mt.DistributedModel(net, store)
         with pytest.raises(UnsupportedError, match="LocalUpdates: each worker has weights of its own"):
             mpikv.LocalUpdates(net, store, every=2, optimizer="sgd")
