@@ -38,7 +38,7 @@ from mpikv.config import wants_full_tracebacks
 from mpikv.observe import program
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
-from mpikv.runtime import launcher, printed, tracebacks, unmet
+from mpikv.runtime import launcher, library, printed, tracebacks, unmet
 from mpikv.runtime.forked import TakesSignals
 
 FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it kills
@@ -333,12 +333,26 @@ def is_running() -> bool:
     return mpi is not None and bool(mpi.Is_initialized())
 
 
+def _is_last() -> bool:
+    """Whether all other ranks have died: then Open MPI 5.0.11 ends with status 0 after MPI_Abort, whatever it was."""
+    mpi = sys.modules["mpi4py.MPI"]
+    if mpi.Is_finalized() or library.describe().fault_tolerance != "on":
+        return False
+    n_failed: int = mpi.COMM_WORLD.Get_failed().Get_size()
+    return n_failed > 0 and n_failed == mpi.COMM_WORLD.Get_size() - 1
+
+
 def abort(status: int, *, quietly: bool = False) -> None:
     """End every process of the job with `status`. quietly: without the library's own words, where that is possible."""
     printed.wait_until_read(FLUSH_S)
     by_exit = quietly and launcher.ends_jobs()
     if not is_running():
         unmet.end_job(status, by_exit=by_exit)
-    elif not by_exit and not (quietly and unmet.tell_hydra(status)) and not sys.modules["mpi4py.MPI"].Is_finalized():
+    elif (
+        not by_exit
+        and not _is_last()
+        and not (quietly and unmet.tell_hydra(status))
+        and not sys.modules["mpi4py.MPI"].Is_finalized()
+    ):
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
     os._exit(status)

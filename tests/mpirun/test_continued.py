@@ -105,6 +105,24 @@ def test_random_deaths(openmpi: Mpi, seed: int, tmp_path: Path) -> None:
             assert all(total >> number & 1 for total in sums), f"{death}: worker {number} is missing"
 
 
+LAST = """
+import os
+from mpikv import kv
+store = kv.create("dist_sync")
+if store.rank:
+    os.kill(os.getpid(), 9)
+store.barrier()
+raise ValueError("mine")
+"""
+
+
+def test_an_error_of_the_last_one_is_the_status_of_the_job(openmpi: Mpi) -> None:
+    env = {"MPIKV_ON_FAILURE": "continue"}
+    job = mpirun(3, ["python", "-c", LAST], mpi=openmpi, env=env, options=SURVIVES)
+    assert "ValueError: mine" in job.output
+    job.check(1)
+
+
 def test_ranks_that_are_suspended_are_given_up(openmpi: Mpi, tmp_path: Path) -> None:
     """Worker 0 and a server, while the others meet after a death. Without `mpikv launch`, which does it as well."""
     file = tmp_path / "enough"
