@@ -30,6 +30,7 @@ from mpikv.placement.device_paths import DeviceReport
 from mpikv.placement.members import Members
 from mpikv.placement.topology import labels, topology
 from mpikv.runtime import abort, launcher, library, signals
+from mpikv.server.kept import Kept
 from mpikv.server.roles import Roles, assign
 from mpikv.session.agreement import grouped
 from mpikv.session.workers import Workers
@@ -192,11 +193,12 @@ def _made(
     on_fatal: Callable[[BaseException], None] = abort.fatal,
     has_role: Callable[[Sequence[Process], Roles], None] = lambda *_: None,
     named: MPI.Intracomm | None = None,
+    kept: Kept | None = None,
 ) -> KVStore:
     """The store of a worker. At a server: SystemExit when all workers have closed theirs.
 
     own: see `open_transport`. has_role(processes, roles): called when this rank knows those of all.
-    named: whose ranks name the files of metrics, default those of `comm`.
+    named: whose ranks name the files of metrics, default those of `comm`. kept: see `assemble`.
     """
     from mpikv.session.processes import Processes  # noqa: PLC0415
 
@@ -255,6 +257,7 @@ def _made(
         processes=ranks,
         why_no_memory=processes.why_no_memory,
         metrics_name=_metrics_name(named or comm),
+        kept=kept,
     )
     if store is None:
         listener.end()

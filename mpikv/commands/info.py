@@ -215,7 +215,8 @@ def _failure_rows(fault_tolerance: str, hosts: list[str], config: Config, enviro
     except ConfigError as error:
         yield Fact("on failure", str(error), problem=len(hosts) > 1)  # alone it is no mistake yet
     else:
-        yield Fact("on failure", "the others go on: each worker holds, and updates, all values and optimizer states")
+        held = "each worker holds, and updates, all values and optimizer states; in dist_async two owners of a key do"
+        yield Fact("on failure", f"the others go on: {held}")
 
 
 def _memory_row(comm: Any, hosts: list[str], config: Config) -> Fact:

@@ -26,6 +26,7 @@ from mpikv.observe.program import Process
 from mpikv.placement.members import Members
 from mpikv.placement.owners import partition_bytes
 from mpikv.server.core import ServerCore
+from mpikv.server.kept import Kept
 from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.server.timeline import ServerTimeline
@@ -72,6 +73,7 @@ def assemble(
     processes: Sequence[Process] = (),
     why_no_memory: str = "",
     metrics_name: str = "",
+    kept: Kept | None = None,
 ) -> KVStore | None:
     """The store of a worker; None at a server, which has served until all workers had closed their stores.
 
@@ -81,6 +83,7 @@ def assemble(
     spaces: where this rank's shard of each value is, default host memory. nccl: this worker's rank of the communicator,
     where keys go by NCCL and there are several workers. store_id, processes: see `Workers`. why_no_memory: why ranks of
     a host share none, for the log. metrics_name: of the file of metrics, by default by the rank's role and number.
+    kept: gets the owner of this rank in an asynchronous store, for those that go on after a death.
     Raises MpikvError where an optimizer ended a server.
     """
     links = None
@@ -98,16 +101,22 @@ def assemble(
         # A server of its own has no GPU.
         device = spaces.device if not members.servers and isinstance(spaces.device, DeviceSpace) else None
         policy = Synchronous if members.synchronous else Asynchronous
-        in_memory = None if links is None else links.segment
-        return ServerCore(
+        # What survivors go on with must not end with the memory of this generation.
+        keeper = kept if members.keeps else None
+        in_memory = None if links is None or keeper is not None else links.segment
+        made = ServerCore(
             labels,
             policy,
             in_memory,
             space=spaces.host,
             device=device,
             recorder=transport.recorder,
+            **({} if keeper is None else {"kept": keeper.answer}),
             **of_own_rank,
         )
+        if keeper is not None:
+            keeper.begin(made)
+        return made
 
     if transport.rank in members.servers:
         number = members.servers.index(transport.rank)
@@ -142,7 +151,7 @@ def assemble(
     )
 
     own = None
-    if not members.servers:
+    if transport.rank in members.owners:
         made, loopback = core(), Loopback()
         if links is None:
             reached = OwnRank(transport, loopback)

@@ -16,8 +16,9 @@ from mpikv.create.survivors import MpiSurvivors, check
 from mpikv.errors import ConfigError
 from mpikv.kvstore import KVStore
 from mpikv.runtime import abort, library
+from mpikv.server.kept import Kept
 from mpikv.session.continued import ContinuedSession
-from mpikv.strategies.continued import ContinuedStrategy
+from mpikv.strategies.continued_pushes import strategy_of
 
 Made = Callable[..., KVStore]  # `kv._made`
 
@@ -25,11 +26,12 @@ Made = Callable[..., KVStore]  # `kv._made`
 def create(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm, made: Made) -> KVStore:
     """The store of a worker, or of a spare that begins. At a server: SystemExit when all workers have closed theirs."""
     check(library.describe().fault_tolerance, config)
-    if spec is not None and not spec.synchronous:
+    if spec is not None and not spec.synchronous and config.spares:
         raise ConfigError(
-            f"kv.create({name!r}): MPIKV_ON_FAILURE=continue is for synchronous stores: the values of an asynchronous "
-            "one are at its owners alone. mpikv launch --restarts N starts the job again from a snapshot"
+            f"kv.create({name!r}): MPIKV_SPARES is for synchronous stores: a spare takes a worker's place between two "
+            "steps of all workers, and those of an asynchronous store make none together"
         )
+    kept = Kept()
 
     def make(present: MPI.Intracomm) -> KVStore:
         settings, its_spec = config.with_(test_hosts=min(config.test_hosts, present.Get_size())), spec
@@ -40,8 +42,9 @@ def create(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracom
             if not survivors.is_death(error):  # which the next call of the store finds
                 abort.fatal(error)
 
-        own, has_role = survivors.began, survivors.met
-        return made(name, its_spec, settings, present, own=own, on_fatal=on_fatal, has_role=has_role, named=comm)
+        kept.number = survivors.number
+        of_rank = {"own": survivors.began, "has_role": survivors.met, "kept": kept}
+        return made(name, its_spec, settings, present, on_fatal=on_fatal, named=comm, **of_rank)
 
     def make_alone() -> KVStore:
         settings = config.with_(num_servers=0, test_hosts=0)
@@ -53,4 +56,6 @@ def create(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracom
     except SystemExit:
         survivors.closed()
         raise
-    return KVStore(session, ContinuedStrategy(session), on_device=spec is not None and spec.on_device)
+    store = KVStore(session, strategy_of(session), on_device=spec is not None and spec.on_device)
+    session.start()
+    return store

@@ -98,7 +98,7 @@ class MpiSurvivors:
                               "for the other ranks of its communicator: every one of them must call it")  # fmt: skip
 
         # By MPI_Comm_shrink, as all later ones: a death while a communicator is duplicated crashes the others.
-        self._first, self._tag, self._number = comm, FIRST_TAG, -1
+        self._first, self._tag, self.number = comm, FIRST_TAG, -1
         self._mine, self._seats = Seat(serves), dict[int, Seat]()
         self._sent: list[MPI.Request] = []
         self._n_left = comm.Get_size()
@@ -131,7 +131,7 @@ class MpiSurvivors:
             if self._comm != MPI.COMM_NULL or self._config.spares:
                 told = self._meet()
                 self._let_go()
-            self._number += 1
+            self.number += 1
             self._comm = self._grouped(told)
             self._tell()
             if not self._mine.spare:
@@ -147,7 +147,7 @@ class MpiSurvivors:
         if not self.begun:
             seats = [Seat(number=number, of=of) for number in range(of)]
         parts = store.session, store.strategy, store.workers_group
-        return Generation(self._number, *parts, seats, self._mine, alone=self._alone)
+        return Generation(self.number, *parts, seats, self._mine, alone=self._alone)
 
     def is_ready(self, *, admits: bool) -> None:
         self._mine = self._mine._replace(admits=True) if admits else self._mine._replace(ready=True)
@@ -168,7 +168,7 @@ class MpiSurvivors:
 
     def met(self, processes: Sequence[Process], roles: Roles) -> None:
         """Note the processes of this generation's ranks, and what they are."""
-        if not self._number and self._comm.Get_rank() == 0 and len(processes) > 1:
+        if not self.number and self._comm.Get_rank() == 0 and len(processes) > 1:
             say(f"mpikv: when one of {len(processes)} ranks dies, the others go on")
         rank, (workers, servers) = self._comm.Get_rank(), roles
         if not self._mine.of:
@@ -204,7 +204,7 @@ class MpiSurvivors:
 
     def _wait_for(self, rank: int) -> _Coming:
         if rank not in self._coming:
-            self._coming[rank] = _Coming(self._first, rank, self._number + 1, TAG)
+            self._coming[rank] = _Coming(self._first, rank, self.number + 1, TAG)
         return self._coming[rank]
 
     def _meet(self) -> dict[int, Seat]:
@@ -224,7 +224,7 @@ class MpiSurvivors:
         for comm in (self._comm, self._shrunk):
             if comm != MPI.COMM_NULL and not comm.Is_revoked():
                 comm.Revoke()
-        self._send(self._number + 1)
+        self._send(self.number + 1)
 
         def nobody() -> StallError:
             missing = ", ".join(str(rank) for rank, one in coming.items() if not one.here)
@@ -274,7 +274,7 @@ class MpiSurvivors:
         if gone and comm != MPI.COMM_NULL and comm.Get_rank() == 0:
             ranks = "1 rank is" if gone == 1 else f"{gone} ranks are"
             say(f"mpikv: {ranks} gone: {left} go on")
-        if not self._leaves and (self._number or gone or self._config.spares):
+        if not self._leaves and (self.number or gone or self._config.spares):
             self._leaves = True
             atexit.register(self._leave)
 

@@ -83,6 +83,9 @@ def cut(members: Members, info: KeyInfo, at: int) -> str:
 
 def _on_servers(members: Members, info: KeyInfo, found: Placement) -> str:
     bound = members.config.bigarray_bound_elems
+    if found.first_answers:
+        first, second = (members.owner_labels[owner] for owner in found.owners)
+        return f"all of it on {first}, and for its death on {second}"
     if len(found.owners) > 1:
         return f"cut evenly over {len(found.owners)} servers, since it has {bound} elements or more"
     why = "it is the only one" if len(members.owners) == 1 else "it held the fewest bytes"
@@ -130,7 +133,12 @@ def line(members: Members, info: KeyInfo, found: Placement, wire: Wire) -> str:
 
 def rows(members: Members, info: KeyInfo) -> str:
     owners = "worker" if members.workers_own else "server"
-    return f"{key(info)}: row-sparse, its rows are cut evenly over {several(len(members.owners), owners)}"
+    how = (
+        "are at each of 2 servers"
+        if members.has_seconds
+        else f"are cut evenly over {several(len(members.owners), owners)}"
+    )
+    return f"{key(info)}: row-sparse, its rows {how}"
 
 
 def codec(info: KeyInfo, found: Placement) -> str:

@@ -39,8 +39,22 @@ class Members:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """The ranks that own the keys; a placement counts them from 0."""
+        """The ranks that own the keys; a placement counts them from 0. The first `n_first` of them are asked.
+
+        Where keys have second owners, those of an only server are at a worker.
+        """
+        if len(self.servers) == 1 and self.keeps:
+            return *self.servers, self.workers[0]
         return self.servers or self.workers
+
+    @property
+    def n_first(self) -> int:
+        return len(self.servers or self.workers)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the store is asynchronous, so that values are at their owners alone, and goes on when one dies."""
+        return not self.synchronous and self.config.on_failure == "continue"
 
     @cached_property
     def link_bytes_per_s(self) -> tuple[float, ...]:
@@ -54,6 +68,11 @@ class Members:
     def workers_own(self) -> bool:
         """Whether it is a synchronous store without servers: workers are the owners of all keys, in a ring or not."""
         return self.synchronous and not self.servers
+
+    @cached_property
+    def has_seconds(self) -> bool:
+        """Whether each key is at two owners that both get all pushes, so that one of them may die."""
+        return self.keeps and len(self.owners) > 1
 
     @cached_property
     def owner_labels(self) -> list[str]:

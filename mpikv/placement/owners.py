@@ -39,7 +39,7 @@ def place_at_owners(
 
     wire: how its values are sent. whole: one owner has all of it, since its optimizer's formula needs the whole value.
     updated: whether owners update it with an optimizer. load_bytes: what each owner holds already; none: keys are dealt
-    out by their numbers. begin: the first element that they own.
+    out by their numbers. begin: the first element that they own. Where keys have second owners, none is cut.
     """
     n_owners, n_elems = len(members.owners), info.n_elems - begin
     partition_elems = _partition_elems(members, info, n_elems, wire)
@@ -48,8 +48,10 @@ def place_at_owners(
     bound = members.config.bigarray_bound_elems
     if members.workers_own:
         bound = CUT_BYTES // info.dtype.itemsize
-    if n_owners == 1 or whole or n_elems < bound:
-        return at_one(info, _least(load_bytes) if load_bytes else info.id % n_owners, partition_elems, begin)
+    if n_owners == 1 or whole or members.has_seconds or n_elems < bound:
+        n_first = members.n_first
+        at = _least(load_bytes[:n_first]) if load_bytes else info.id % n_first
+        return at_one(members, info, at, partition_elems, begin)
     return _at_several(members, info, wire, [EVENLY, partition_elems, begin])
 
 
@@ -80,8 +82,11 @@ def _partition_elems(members: Members, info: KeyInfo, n_elems: int, wire: Wire) 
     return max(1, most // step) * step
 
 
-def at_one(info: KeyInfo, owner: int, partition_elems: int, begin: int = 0) -> Placement:
-    return Placement("owners", (owner,), (begin, info.n_elems), partition_elems)
+def at_one(members: Members, info: KeyInfo, owner: int, partition_elems: int, begin: int = 0) -> Placement:
+    second = members.has_seconds and info.n_elems > 0
+    owners = (owner, (owner + 1) % len(members.owners)) if second else (owner,)
+    span = begin, info.n_elems
+    return Placement("owners", owners, span, partition_elems, replicated=second, first_answers=second)
 
 
 def _at_several(members: Members, info: KeyInfo, wire: Wire, announced: Sequence[int]) -> Placement:
@@ -93,7 +98,7 @@ def _at_several(members: Members, info: KeyInfo, wire: Wire, announced: Sequence
 
 
 def as_announced(members: Members, info: KeyInfo, announced: Sequence[int], wire: Wire) -> Placement:
-    return at_one(info, *announced) if announced[0] >= 0 else _at_several(members, info, wire, announced)
+    return at_one(members, info, *announced) if announced[0] >= 0 else _at_several(members, info, wire, announced)
 
 
 def _least(load_bytes: Sequence[int]) -> int:

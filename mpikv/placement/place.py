@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from mpikv.arrays.as_numpy import sum_dtype
-from mpikv.placement.keys import KeyInfo, even_bounds, whole_bounds
+from mpikv.placement.keys import KeyInfo, Shard, ShardPlan, even_bounds, plan_of_bounds, whole_bounds
 from mpikv.placement.members import Members, Path
 from mpikv.placement.placement import Placement
 from mpikv.placement.topology import topology
@@ -84,6 +84,10 @@ def _device_bounds(info: KeyInfo, size: int) -> tuple[int, ...]:
     return tuple(min(i * length, info.n_elems) for i in range(size + 1))
 
 
-def place_rows(members: Members, info: KeyInfo) -> tuple[int, ...]:
-    """The bounds of each owner's rows of a row-sparse key: owner i owns the rows `[bounds[i], bounds[i+1])`."""
-    return even_bounds(info.shape[0], len(members.owners))
+def place_rows(members: Members, info: KeyInfo) -> ShardPlan:
+    """The rows `[begin, end)` of each owner of a row-sparse key. Where it has a second one, both have all rows."""
+    n_owners = len(members.owners)
+    if members.has_seconds and info.shape[0]:
+        first = info.id % members.n_first
+        return tuple(Shard((first + i) % n_owners, 0, info.shape[0]) for i in range(2))
+    return plan_of_bounds(even_bounds(info.shape[0], n_owners))

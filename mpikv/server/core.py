@@ -10,7 +10,7 @@ Cost: no copy of a value for a pull, unless an update comes before the last repl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -27,6 +27,7 @@ from mpikv.optimizers.states_file import records_from_bytes, records_to_bytes
 from mpikv.placement.keys import KeyInfo
 from mpikv.server.device_copies import DeviceCopies
 from mpikv.server.events import Batch, Event, Fetch, PendingPull, Refusal, ServerReply
+from mpikv.server.kept import Held
 from mpikv.server.memory import Pool
 from mpikv.server.policy import Policy
 from mpikv.server.rows import RowCore
@@ -46,7 +47,8 @@ class ServerCore:
 
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: allocates the memory
     of values. space: that of these arrays. device: the space of the worker that an asynchronous server runs in: keys in
-    that space are kept and updated there. timeline: answers requests about it. counts_rounds: see `Policy`.
+    that space are kept and updated there. timeline: answers requests about it; kept: those about what was here before a
+    rank died. counts_rounds: see `Policy`.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class ServerCore:
         *,
         recorder: Recorder | None = None,
         timeline: Callable[[HostArray], bytes] = lambda _request: b"",
+        kept: Callable[[HostArray], bytes] = lambda _request: b"",
     ) -> None:
-        self.recorder, self._timeline = Recorder() if recorder is None else recorder, timeline
+        self.recorder = Recorder() if recorder is None else recorder
+        self._answers = {wire.TIMELINE: timeline, wire.KEPT: kept}
         self.space = Space() if space is None else space
         self.owner = Owner(Spaces(self.space, device))
         self._copies = None if device is None else DeviceCopies(device)
@@ -85,6 +89,12 @@ class ServerCore:
     def n_keys(self) -> int:
         return len(self._shards) + self.rows.n_keys
 
+    def held(self) -> Iterator[Held]:
+        """Each key that this owner has all of."""
+        for shard in self._shards.values():
+            yield shard.held()
+        yield from self.rows.held()
+
     # --- events
 
     def handle(self, worker: int, requests: Sequence[tuple[wire.Header, HostArray]]) -> list[Event]:
@@ -104,8 +114,8 @@ class ServerCore:
                 index += header.kind != wire.PUSH
             elif header.kind in wire.ROWS:
                 events += self.rows.handle(worker, header, payload)
-            elif header.kind == wire.TIMELINE:
-                events.append(ServerReply(worker, header.reply_tag, np.frombuffer(self._timeline(payload), np.uint8)))
+            elif (answer := self._answers.get(header.kind)) is not None:
+                events.append(ServerReply(worker, header.reply_tag, np.frombuffer(answer(payload), np.uint8)))
             elif header.kind == wire.FLUSH:
                 self._flushes.append((worker, header, payload))
             elif header.kind in (wire.OPTIMIZER, wire.SAVE, wire.LOAD):

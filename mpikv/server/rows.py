@@ -27,6 +27,7 @@ from mpikv.optimizers.row_table import RowTable
 from mpikv.optimizers.states import StateRecord
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.server.events import Event, Refusal, ServerReply
+from mpikv.server.kept import Held
 from mpikv.server.policy import Contribution, Policy
 from mpikv.session.rules import refusal
 from mpikv.transports import wire
@@ -66,6 +67,15 @@ class RowShard:
         self._pushed = [0] * len(labels)
         self._waiting: list[deque[tuple[AttributesId, PushedRows]]] = [deque() for _ in labels]
         self._pulls: list[tuple[int, Header, Ids | None]] = []
+
+    def held(self) -> Held:
+        """All of a key, of which all rows are here."""
+
+        def read() -> dict[str, Any]:
+            ids, states = self.table.ids(), self.table.states(self._owner)
+            return {"value": [ids, self.table.rows(ids)], "state": None if states is None else states.state}
+
+        return Held(self.info.key, self._pushed, read)
 
     def begin(self, written: HostArray) -> None:
         """Take the key's first values. written: ids and rows, as in a message."""
@@ -177,6 +187,9 @@ class RowCore:
         for early in self._early.pop(info.id, []):
             events += self.handle(*early)
         return events
+
+    def held(self) -> list[Held]:
+        return [shard.held() for shard in self._shards.values()]
 
     def states(self) -> list[StateRecord]:
         parts = [shard.table.states(self.owner) for shard in self._shards.values()]

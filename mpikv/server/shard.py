@@ -36,9 +36,11 @@ from mpikv.optimizers.step import State
 from mpikv.placement.keys import KeyInfo, partitions
 from mpikv.server.device_copies import DeviceCopies
 from mpikv.server.events import Event, Fetch, PendingPull, Refusal, ServerReply
+from mpikv.server.kept import Held
 from mpikv.server.memory import Pool, ReadableMemory
 from mpikv.server.policy import Contribution, Policy, RoundUpdate
 from mpikv.session.rules import refusal
+from mpikv.spaces.base import Space
 from mpikv.transports.wire import LOOPBACK_PUSH, UNCOMPRESSED_PUSH, Header
 
 _BYTES = np.dtype(np.uint8)
@@ -164,6 +166,17 @@ class ServedShard:
             unit.state = mine[0] if mine else None
             if self._copies is not None and unit.state is not None:
                 unit.state = in_space(unit.state, self._copies.space)
+
+    def held(self) -> Held:
+        """All of a key that is whole here, and updated as a whole."""
+        (unit,) = self.units
+
+        def read() -> dict[str, Any]:
+            space = Space() if self._copies is None else self._copies.space
+            state = None if unit.state is None else on_host(unit.state)
+            return {"value": space.to_host(unit.block.array), "state": state}
+
+        return Held(self.info.key, unit.seen, read)
 
     def forget_states(self) -> None:
         for unit in self.units:

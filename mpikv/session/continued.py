@@ -74,6 +74,7 @@ class ContinuedSession(Session):
         except AllClosedError:
             raise SystemExit(0) from None  # of a server, which comes here again and again: its work is done
         super().__init__(name, config, self.now.session.spaces)
+        self.synchronous = self.now.session.synchronous
         self.compressions = self.now.session.compressions
         self.log = self.now.session.log
         self.keeper: Continuing
@@ -89,6 +90,19 @@ class ContinuedSession(Session):
         self._recovering = threading.RLock()
         self._asks: Callable[[], str | None] | None = None
         self.after_close.append(lambda: self.now.session.give_up())  # noqa: PLW0108 - that of now
+
+    def start(self) -> None:
+        """Begin, when there is a strategy: in a later generation than the first together with those that were in an
+        earlier one. Blocks only then.
+        """
+        number = self.now.number
+        if number and not self.alone:
+            try:
+                self._begin(self.now.session)
+            except Exception as error:
+                if not self.survivors.is_death(error):
+                    raise
+                self.recover(number)
 
     # --- what it is now
 

@@ -83,6 +83,7 @@ class ClientKey:
     space: of its values on this worker. encoded: the pieces of pushes, with the codec's states. returned: the pieces of
     answers that are decoded in host memory. can_ask_small: whether `Client.ask_small` can do it. pushers: the workers
     that push it; none: all. whole: whether its optimizer needs all of a shard. replicated: see `Placement`.
+    answering: the routes of pulls.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class ClientKey:
             n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in pieces)
             self.routes.append(Route(*shard, pieces, len(pieces) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
         self.replicated = placement.replicated
+        self.answering = self.routes[:1] if placement.first_answers else self.routes
         one_small = len(self.routes) == 1 and self.routes[0].inline
         self.can_ask_small = one_small and self._returns_uncompressed
         self.encoded.recut(self.encoded.states, self.pieces)

@@ -30,7 +30,8 @@ from mpikv.placement.recovery import EARLY, Report, givers
 from mpikv.session.base import NewKey
 from mpikv.session.continued import RECOVERY, ContinuedSession
 from mpikv.strategies.base import Loaded, Read
-from mpikv.strategies.kept_rounds import SET, KeptRounds, Served, pickled_copy
+from mpikv.strategies.kept_keys import SET, Served, pickled_copy
+from mpikv.strategies.kept_rounds import KeptRounds
 from mpikv.strategies.states import LOAD
 
 KIND_OF_VALUES = "mpikv values of survivors"
@@ -53,10 +54,7 @@ class ContinuedStrategy(KeptRounds):
         self._before = self.session.attributes
 
     def report(self) -> dict[str, Any]:
-        described = [
-            (info.key, list(info.shape), str(info.dtype), info.space, info.sparse) for info in self._known.values()
-        ]
-        keys = [[*one, EARLY if one[0] in self._early else self._rounds[one[0]].done] for one in described]
+        keys = [[*one, EARLY if one[0] in self._early else self._rounds[one[0]].done] for one in self._described()]
         return {"keys": [] if self.session.admission.is_new else keys, "attributes": self._before.told()}
 
     def catch_up(self, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -172,14 +170,3 @@ class ContinuedStrategy(KeptRounds):
         data = self.session.scatter(LOAD, found * self.session.num_workers)
         file = load_states(InMemory(LOAD, archive.from_bytes(data, KIND, LOAD)))
         return super().load_states(lambda: file)
-
-    # --- the rest
-
-    def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
-        return self.session.now.strategy.ask_servers(request, number)  # type: ignore[no-any-return]
-
-    def stats(self) -> dict[str, Any]:
-        return self.session.now.strategy.stats()  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        self.session.end()

@@ -288,7 +288,7 @@ class Client:
 
     def _of_owners(self, item: Item) -> list[Item]:
         """An item of a replicated key for all owners, of which only that in this process has to answer."""
-        if not item.key.replicated:
+        if not item.key.replicated or len(item.routes) == 1:
             return [item]
         own = [route for route in item.routes if route.owner == self.own]
         others = [route for route in item.routes if route.owner != self.own]
@@ -296,7 +296,8 @@ class Client:
         if isinstance(total, np.ndarray):
             uncompressed = item.key.sends_uncompressed or item.pushes_uncompressed
             # A copy, since the answer, which may be written to the array, waits for no other owner to have read it.
-            total = total.copy() if uncompressed else item.key.encoded_once(total)
+            plain = total if item.sink is None else total.copy()
+            total = plain if uncompressed else item.key.encoded_once(total)
         found = [item._replace(total=total, routes=own)]
         if total is not None:
             found.append(item._replace(total=total, sink=None, routes=others))

@@ -17,15 +17,12 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import cloudpickle
+from typing import Any
 
 from mpikv.arrays.as_numpy import sum_dtype
-from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.reductions import Reduction
 from mpikv.arrays.row_sparse import RowSparse
-from mpikv.common.checks import shown
-from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
+from mpikv.errors import ConfigError
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, KEPT_ATTRIBUTES, Owner
@@ -37,19 +34,10 @@ from mpikv.placement.recovery import Rounds
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.continued import ContinuedSession
 from mpikv.spaces.base import SpaceArray
-from mpikv.strategies.base import Entry, PreparedCall, Sink, wait_for_all
+from mpikv.strategies.base import Entry, Sink
 from mpikv.strategies.continued_rows import ContinuedRows, added, rows_of
+from mpikv.strategies.kept_keys import KeptKeys, Served, pickled_copy
 from mpikv.strategies.local import LocalStrategy
-
-SET = "set_optimizer"
-
-
-def pickled_copy(optimizer: Optimizer) -> Optimizer:
-    """A copy, as an owner in another process would get it. Raises ConfigError where that is not possible."""
-    try:
-        return cloudpickle.loads(cloudpickle.dumps(optimizer))  # type: ignore[no-any-return]
-    except Exception as error:
-        raise ConfigError(f"set_optimizer: {type(optimizer).__name__} cannot be pickled: {error}") from error
 
 
 class KeptRound:
@@ -89,101 +77,36 @@ class Pull:
         return self._strategy.again(self.pending) is None
 
 
-class ContinuedCall(PreparedCall):
-    """waits: the caller waits right after `start`, which does so itself."""
-
-    def __init__(self, strategy: KeptRounds, entries: Sequence[Entry], op: Reduction, *, waits: bool) -> None:
-        self._strategy, self._entries, self._op, self._waits = strategy, entries, op, waits
-
-    def start(self, priority: int = 0) -> list[Pending]:
-        return self._strategy.start(self._entries, self._op, priority, waits=self._waits)
-
-    def wait(self, pending: Sequence[Pending]) -> None:
-        wait_for_all(self._strategy.session, pending)
-
-    def release(self) -> None:
-        self.valid, self._entries = False, ()
-
-
-class Served(NamedTuple):
-    """An optimizer that all workers have set. as_set: as it was then. keys: None for all that have no other.
-
-    applied: by the store; else by the workers themselves.
-    """
-
-    optimizer: Optimizer
-    as_set: Optimizer
-    keys: Sequence[Key] | None
-    applied: bool
-
-
-class KeptRounds(LocalStrategy):
+class KeptRounds(KeptKeys, LocalStrategy):
     """A local strategy, whose pushes are sums over the workers."""
 
     rows: ContinuedRows
 
     def __init__(self, session: ContinuedSession) -> None:
-        super().__init__(session)
-        self.session = session
-        self.again = session.again
+        LocalStrategy.__init__(self, session)
+        KeptKeys.__init__(self, session)
         self._owner = Owner(session.spaces)
         self.rows = ContinuedRows(self, self._owner)
         self._tables = self.rows.tables
         self._rounds: dict[Key, Rounds] = {}
         self._open: dict[Key, KeptRound] = {}
         self._contributors: dict[Key, Sequence[int]] = {}  # of the last round that is complete
-        self._known: dict[Key, KeyInfo] = {}  # to any survivor; `session.infos` has what this program has initialised
-        self._early: dict[Key, NewKey] = {}  # of which `init` has returned before all had come, so without a value
-        self._served: list[Served] = []
         self._given: set[tuple[Key, ...]] = set()  # keys whose optimizers this worker's program has yet to set
         self._numbers: dict[tuple[int, str], int] = {}  # of attributes, by slot and text
         self._next_number = itertools.count(1)
-        self._before = session.attributes  # the log of the generation that has ended
-        self._encodes = session.now.strategy  # of the last generation that has got what this worker's codecs hold
         self._lock = threading.RLock()
 
     # --- keys
 
-    def init(self, values: Sequence[NewKey]) -> None:
-        error = self.again(lambda: self._init([new for new in values if new.key not in self._known]))
-        for new in values:
-            info = self._known.get(new.key)
-            if info is not None and (info.shape, info.dtype, info.space) != (new.shape, new.value.dtype, new.space):
-                error = ShapeMismatch(
-                    f"init of key {shown(new.key)}: {new.value.dtype} {new.shape} here, and {info.dtype} {info.shape} "
-                    "on the other workers"
-                )
-            elif info is not None:
-                self._infos[new.key] = info
-        if error is not None:
-            raise error
-
-    def _init(self, values: Sequence[NewKey]) -> Exception | None:
-        """Agree on keys, and take worker 0's values. Returns the error where workers brought different ones."""
-        now, error = self.session.now, None
-        if not values:
-            return None
-        try:
-            now.strategy.init(values)
-        except MpikvError as raised:
-            error = raised
-        here = [new for new in values if new.key in now.session.infos]
-        early = {new.key for new in here if now.session.is_released(now.session.infos[new.key])}
-        self._fetch([new for new in here if new.key not in early])
-        for new in here:
-            if new.key in early:
-                self._add(new)
-        return error
-
     def _add(self, new: NewKey) -> None:
-        info = KeyInfo(new.key, len(self._known), new.shape, new.value.dtype, space=new.space, sparse=new.sparse)
-        self.session.any_sparse |= new.sparse
-        self._known[new.key], self._rounds[new.key], self._early[new.key] = info, Rounds(), new
+        super()._add(new)
+        self._rounds[new.key] = Rounds()
         if new.sparse:
+            info = self._known[new.key]
             self._tables[info.id] = RowTable(info, 0, new.shape[0])
 
     def _fetch(self, keys: Sequence[NewKey]) -> None:
-        """Take worker 0's values of keys that have none here yet. Blocks until it has come to their `init`."""
+        """Take worker 0's values of keys that have none here yet."""
         if not keys:
             return
         now, spaces = self.session.now, self.session.spaces
@@ -213,9 +136,6 @@ class KeptRounds(LocalStrategy):
 
     # --- rounds
 
-    def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
-        return ContinuedCall(self, entries, op, waits=waits)
-
     def start(self, entries: Sequence[Entry], op: Reduction, priority: int, *, waits: bool) -> list[Pending]:
         """Push and pull. Blocks while an earlier push of one of the keys is under way, and with `waits` to the end; and
         where a key has no value yet, as its `init` has returned early.
@@ -225,9 +145,7 @@ class KeptRounds(LocalStrategy):
                 "push: this is a spare (MPIKV_SPARES), which takes a worker's place in resume() of a Trainer or of "
                 "Snapshots, before the first step"
             )
-        if self._early:
-            keys = [entry.info.key for entry in entries]
-            self.again(lambda: self._fetch([self._early[key] for key in keys if key in self._early]))
+        self.fetch_early(entries)
         for entry in entries:
             if entry.total is not None and (before := self._open.get(entry.info.key)) is not None:
                 self.session.wait(Pending(Pull(self, before), Waiting("push", entry.info.key)))
@@ -254,10 +172,8 @@ class KeptRounds(LocalStrategy):
         info, total = entry.info, entry.total
         assert total is not None
         slot = self.session.slot_of(info)
-        served = self.session.attributes.slots.get(slot)
-        attributes = None if served is None else served.optimizer.attributes()
         of_slot, weights = self.weights or (slot, None)
-        round_ = KeptRound(info, total, op, attributes, weights if of_slot == slot else None)
+        round_ = KeptRound(info, total, op, self._attributes(info), weights if of_slot == slot else None)
         round_.owed = self._encodes.owed(info.key)
         with self._lock:
             self._rounds[info.key].begin()
@@ -347,9 +263,6 @@ class KeptRounds(LocalStrategy):
 
     # --- optimizers
 
-    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
-        self._serve(optimizer, keys, applied=True)
-
     def compare_updates(self, optimizer: Optimizer, keys: Sequence[Key] | None, *, scales: bool = False) -> int:
         return self._serve(optimizer, keys, applied=False)
 
@@ -357,22 +270,12 @@ class KeptRounds(LocalStrategy):
         if keys is not None and tuple(keys) in self._given:
             self._given.remove(tuple(keys))
             return self.follow(optimizer, keys)
-        self.finish(SET)
-        served = Served(optimizer, pickled_copy(optimizer), keys, applied)
-        self._served.append(served)
-        try:
-            slot = self.session.whole(SET, lambda: self._agree_on(served))
-        except BaseException:
-            self._served.remove(served)
-            raise
-        self._serves(slot, served)
-        return slot
+        return super()._serve(optimizer, keys, applied=applied)
 
     def _serves(self, slot: int, served: Served) -> None:
-        infos = [self._known[key] for key in served.keys or ()]
         kept = pickled_copy(served.optimizer) if served.applied else served.optimizer.attributes()
-        self._owner.set_optimizer(slot, kept, [info.id for info in infos])
-        self.session.serve_in(slot, served.optimizer if served.applied else None, infos)
+        self._owner.set_optimizer(slot, kept, [self._known[key].id for key in served.keys or ()])
+        super()._serves(slot, served)
 
     def follow(self, optimizer: Optimizer, keys: Sequence[Key]) -> int:
         slot = self.session.slot_of(self._known[keys[0]])

@@ -111,7 +111,8 @@ class OwnedCalls:
             key, under = self._keys[info.id], NO_OPTIMIZER if total is None else self._count_push(info)
             pushed = None if total is None else scaled(self._session.spaces.of(info), total, under.ratio)
             flags = self._uncompressed_flags(key, op, pushes=total is not None)
-            items.append(Item(key, pushed, sink, key.routes, key.pushed, under.number, op, flags))
+            routes = key.routes if sink is None else key.answering
+            items.append(Item(key, pushed, sink, routes, key.pushed, under.number, op, flags))
         wait_for_tags(self._session, self._client, *self._client.tags_needed(items))
         return items
 

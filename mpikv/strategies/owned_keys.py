@@ -19,10 +19,12 @@ from mpikv.arrays.as_numpy import HostArray
 from mpikv.codecs import compression
 from mpikv.engine.operation import Predicate, Steps
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError
+from mpikv.errors import ConfigError, MpikvError
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers import archive
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import StateRecord, record_of
-from mpikv.optimizers.states_file import StatesFile, records_from_bytes, records_to_bytes
+from mpikv.optimizers.states_file import KIND, StatesFile, records_from_bytes, records_to_bytes
 from mpikv.placement import described
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.owners import add_load, as_announced, at_one, place_at_owners
@@ -33,7 +35,7 @@ from mpikv.session.workers import Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import HOST
 from mpikv.strategies.base import Sink
-from mpikv.strategies.client_key import ClientKey
+from mpikv.strategies.client_key import ClientKey, Route
 from mpikv.strategies.divided_path import Speaker
 from mpikv.strategies.exchange import Client, Item, too_many, wait_for_tags
 from mpikv.strategies.owned_calls import OwnedCalls
@@ -127,13 +129,14 @@ class OwnedKeys:
             return
         wire_ = compression.wire_of(info)
         placement = as_announced(self._members, info, reserved, wire_)
+        # Where others go on, they know of what they have how many pushes are in it: so each is applied to all of a key.
         key = self._keys[info.id] = ClientKey(
             info,
             placement,
             space=self._session.spaces.of(info),
             recorder=self._recorder,
             pushers=self.speaker.pushers.get(info.id, ()),
-            whole=self._session.needs_whole(info),
+            whole=self._members.keeps or self._session.needs_whole(info),
         )
         if self._session.log.detailed():
             self._session.log.detail(lambda: described.line(self._members, info, placement, wire_))
@@ -184,7 +187,7 @@ class OwnedKeys:
     def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
         if not self._members.servers:
             return []  # they are in the workers, whose timelines have what they do
-        payloads = [request] * (len(self._servers) if number is None else 1)
+        payloads = [request] * (len(self._members.servers) if number is None else 1)
         return self._ask(wire.TIMELINE, payloads, "timeline", number or 0)
 
     def _wait_for_device_calls(self) -> None:
@@ -256,6 +259,8 @@ class OwnedKeys:
         Keys that it needs whole and the last one did not, or the other way round, get new units at their owner.
         Worker 0 pulls and sends the values. ConfigError where workers have not pushed these keys equally often.
         """
+        if self._members.keeps:
+            return
         # Not those that are row-sparse, or of which all goes round the ring.
         served = [self._keys[one.id] for one in self._session.in_order() if one.id in self._keys]
         served = [key for key in served if self._session.slot_of(key.info) == slot]
@@ -263,7 +268,8 @@ class OwnedKeys:
         for key in served:
             info = key.info
             if whole and len(key.routes) + (info.id in before_cut) > 1:
-                moved.append((key, at_one(info, info.id % len(self._servers), key.placement.partition_elems)))
+                at = info.id % len(self._servers)
+                moved.append((key, at_one(self._members, info, at, key.placement.partition_elems)))
             elif key.replicated:
                 moved.append((key, place_at_owners(self._members, info, compression.wire_of(info), updated=True)))
             elif whole != key.whole and len(key.pieces) > 1:
@@ -284,10 +290,12 @@ class OwnedKeys:
                 self._send_value(key, value)
             key.use_placement(placement)
 
-    def _pull_uncompressed(self, key: ClientKey, outs: Sequence[HostArray]) -> None:
+    def _pull_uncompressed(
+        self, key: ClientKey, outs: Sequence[HostArray], routes: Sequence[Route] | None = None
+    ) -> None:
         """Pull a key's value uncompressed and wait for it, so that a codec of answers keeps its state. Blocks."""
         sink = Sink(key.info, outs, self._session.spaces)
-        item = Item(key, None, sink, key.routes, key.pushed, flags=wire.UNCOMPRESSED_ANSWER)
+        item = Item(key, None, sink, routes or key.answering, key.pushed, flags=wire.UNCOMPRESSED_ANSWER)
         wait_for_tags(self._session, self._client, *self._client.tags_needed([item]))
         running = self._engine.start(self.calls.steps(wire.PULL, [item], 0), "pull")
         self._session.wait(Pending(running, self.calls.waiting("pull", key)))
@@ -310,8 +318,12 @@ class OwnedKeys:
         if not self.has_owners:
             return []
         first, step = (0, 1) if alone else (self._rank, self._session.num_workers)
-        answers = (self._ask(wire.SAVE, [None], call, owner)[0] for owner in range(first, len(self._servers), step))
-        return [record for answer in answers for record in records_from_bytes(answer)]
+        owners = range(first, len(self._servers), step)
+        answers = {owner: self._ask(wire.SAVE, [None], call, owner)[0] for owner in owners}
+        found = [(owner, record) for owner, answer in answers.items() for record in records_from_bytes(answer)]
+        if not self._members.has_seconds:
+            return [record for _, record in found]
+        return [record for owner, record in found if self._owners_of(self._session.infos[record.key])[0] == owner]
 
     def send_states(self, file: StatesFile) -> None:
         """Give owners their states of a file. At worker 0 alone; blocks."""
@@ -321,6 +333,58 @@ class OwnedKeys:
         owned = [self._owned(server) for server in range(len(self._servers))]
         blobs = [wire.with_text(forget, records_to_bytes(distribute(file, shards))) for shards in owned]
         self._ask(wire.LOAD, blobs, LOAD)
+
+    # --- where others go on after a death
+
+    def _owners_of(self, info: KeyInfo) -> list[int]:
+        return self.rows.owners_of(info) if info.sparse else [route.owner for route in self._keys[info.id].routes]
+
+    def wait_for_owners(self, info: KeyInfo, call: str) -> None:
+        """Wait until all owners of a key have its first value. Blocks."""
+        if info.sparse:
+            self.rows.wait_for_owners(info, call)
+            return
+        key = self._keys[info.id]
+        for route in key.routes:
+            self._pull_uncompressed(key, [], [route])
+
+    def applied(self, infos: Sequence[KeyInfo]) -> list[Pending]:
+        """Transfers that end when the owners of these keys have applied all that this worker has pushed until now."""
+        self._wait_for_device_calls()
+        by_owner = {owner: info for info in infos for owner in self._owners_of(info)}
+        wait_for_tags(self._session, self._client, len(by_owner))
+        return [
+            Pending(
+                self._engine.start(self._client.ask(owner, wire.Header(wire.FLUSH), None), "push"),
+                Waiting("push", info.key, info.id, owners=(self._labels[owner],)),
+            )
+            for owner, info in by_owner.items()
+        ]
+
+    def counts(self, generation: int, call: str) -> tuple[int, list[list[tuple[Key, list[int]]]]]:
+        """The last generation that counts, and what each owner held in it: keys, and how many pushes of each worker it
+        had applied. generation: one that counts. Blocks.
+        """
+        request = json.dumps([generation, None]).encode()
+        answers = [json.loads(answer) for answer in self._ask(wire.KEPT, [request] * len(self._servers), call)]
+        last = max(counts for counts, _ in answers)
+        return last, [dict(of_owner).get(last, []) for _, of_owner in answers]
+
+    def held(self, generation: int, keys: Mapping[int, Sequence[Key]], call: str) -> dict[Key, dict[str, Any]]:
+        """What owners held of keys in a generation (`Held.read` in server/kept.py). keys: by owner. Blocks.
+
+        They forget earlier generations. Raises MpikvError where states cannot be sent.
+        """
+        requests = [json.dumps([generation, keys.get(owner, ())]).encode() for owner in range(len(self._servers))]
+        found = dict[Key, dict[str, Any]]()
+        for answer in self._ask(wire.KEPT, requests, call):
+            content = archive.from_bytes(answer, KIND, call)
+            if error := content.get("error"):
+                raise MpikvError(f"{call}: {error}")
+            found |= dict(content["keys"])
+        return found
+
+    # --- states of codecs
 
     def codec_states(self, call: str) -> list[StateRecord]:
         self._wait_for_device_calls()  # until all pushes have been sent, and so encoded

@@ -1,10 +1,11 @@
 """Row-sparse keys: which owner has which rows, and a worker's messages to and from the owners.
 
-Each owner holds a range of a key's rows (`placement.place_rows`). A push is one message to every owner of the key, with
-the ids of its rows and the rows; it may have none, but is sent, since owners count the pushes of a round. It has no
-answer. A pull is one message to each owner of the wanted rows, with the round that it needs, and one answer with those
-rows. Each message contains the encoding of its ids (row_ids.py): a push of all rows needs no ids, and has as many bytes
-as a dense one. So workers and owners need not agree on when a key is sent densely.
+Each owner holds a range of a key's rows (`placement.place_rows`); where workers go on after a death, two of them hold
+all of it. A push is one message to every owner of the key, with the ids of its rows and the rows; it may have none, but
+is sent, since owners count the pushes of a round. It has no answer. A pull is one message to each owner of the wanted
+rows, with the round that it needs, and one answer with those rows. Each message contains the encoding of its ids
+(row_ids.py): a push of all rows needs no ids, and has as many bytes as a dense one. So workers and owners need not
+agree on when a key is sent densely.
 
 Owners are servers, or a service inside each worker, which is the one that servers run.
 """
@@ -26,10 +27,10 @@ from mpikv.engine.operation import Operation, Steps
 from mpikv.errors import MpikvError
 from mpikv.observe.stall import Waiting
 from mpikv.placement import described
-from mpikv.placement.keys import KeyInfo
+from mpikv.placement.keys import KeyInfo, ShardPlan
 from mpikv.placement.labels import PushLabel, scaled
 from mpikv.placement.place import place_rows
-from mpikv.session.base import Pending
+from mpikv.session.base import Pending, Session
 from mpikv.session.workers import Workers
 from mpikv.strategies.exchange import Client, wait_for_tags
 from mpikv.transports import wire
@@ -37,20 +38,24 @@ from mpikv.transports import wire
 
 def push_label(session: Workers, info: KeyInfo) -> PushLabel:
     """What a push is made under, such as the attributes' number. Changed ones are sent before it."""
+    check_updated(session, info)
+    return session.under(info)
+
+
+def check_updated(session: Session, info: KeyInfo) -> None:
     if not session.synchronous and session.optimizer_of(info) is None:
         raise MpikvError(
             f"push of key {shown(info.key)}: an asynchronous store needs set_optimizer before the first push"
         )
-    return session.under(info)
 
 
 class _Key:
-    """One key. bounds: owner i has the rows [bounds[i], bounds[i+1])."""
+    """One key. shards: the rows of each owner. answering: of owners that are asked."""
 
-    def __init__(self, info: KeyInfo, bounds: Sequence[int]) -> None:
-        self.info, self.bounds, self.pushed = info, bounds, 0
+    def __init__(self, info: KeyInfo, shards: ShardPlan, *, first_answers: bool) -> None:
+        self.info, self.shards, self.pushed = info, shards, 0
+        self.answering = shards[:1] if first_answers else shards
         self.columns = info.n_elems // info.shape[0] if info.shape[0] else 0
-        self.owners = [i for i in range(len(bounds) - 1) if bounds[i] < bounds[i + 1]]
 
 
 class _OwnerRows(NamedTuple):
@@ -72,12 +77,13 @@ class RowClient:
 
     def begin(self, info: KeyInfo, first: RowSparse | None) -> None:
         """Add a key. first: the rows that worker 0 sends to the owners; None elsewhere. Under the engine's lock."""
-        key = self._keys[info.id] = _Key(info, place_rows(self._session.members, info))
-        self._session.log.detail(lambda: described.rows(self._session.members, info))
+        members = self._session.members
+        key = self._keys[info.id] = _Key(info, place_rows(members, info), first_answers=members.has_seconds)
+        self._session.log.detail(lambda: described.rows(members, info))
         if first is None:
             return
-        for rows in self._by_owner(key, first.indices, key.owners):
-            begin, end = key.bounds[rows.owner : rows.owner + 2]
+        for shard, rows in zip(key.shards, self._by_owner(first.indices, key.shards), strict=True):
+            _, begin, end = shard
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": begin, "end": end}
             head = np.frombuffer(wire.with_text(json.dumps(text).encode(), b""), np.uint8)
             payload = np.concatenate([head, rows.encoded_ids, _bytes_of(first.values[rows.span])])
@@ -92,17 +98,18 @@ class RowClient:
     def owned(self, owner: int) -> list[tuple[KeyInfo, int, int]]:
         """The elements that an owner has of each key, as in `strategies.states`."""
         return [
-            (key.info, key.bounds[owner] * key.columns, key.bounds[owner + 1] * key.columns)
+            (key.info, shard.begin * key.columns, shard.end * key.columns)
             for key in self._keys.values()
+            for shard in key.shards
+            if shard.owner == owner
         ]
 
     @staticmethod
-    def _by_owner(key: _Key, ids: Ids, owners: Sequence[int]) -> list[_OwnerRows]:
-        cuts = np.searchsorted(ids, key.bounds).tolist()
+    def _by_owner(ids: Ids, shards: ShardPlan) -> list[_OwnerRows]:
         by_owner = []
-        for owner in owners:
-            span, first = slice(cuts[owner], cuts[owner + 1]), key.bounds[owner]
-            by_owner.append(_OwnerRows(owner, span, row_ids.encode(ids[span] - first, key.bounds[owner + 1] - first)))
+        for owner, begin, end in shards:
+            span = slice(*np.searchsorted(ids, (begin, end)).tolist())
+            by_owner.append(_OwnerRows(owner, span, row_ids.encode(ids[span] - begin, end - begin)))
         return by_owner
 
     # --- messages
@@ -118,27 +125,26 @@ class RowClient:
         values = scaled(self._session.spaces.host, total.values.reshape(-1), under.ratio).reshape(shape)
         key.pushed += 1
         header = wire.Header(wire.ROWS_PUSH, info.id, 0, under.number, key.pushed, priority=wire.clamped(priority))
-        for rows in self._by_owner(key, total.indices, key.owners):
+        for rows in self._by_owner(total.indices, key.shards):
             payload = np.concatenate([rows.encoded_ids, _bytes_of(values[rows.span])])
             self._client.send(rows.owner, [(header, payload)])
 
     def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         key = self._keys[info.id]
-        cuts = np.searchsorted(ids, key.bounds).tolist()
-        return self._ask(key, ids, [owner for owner in key.owners if cuts[owner] < cuts[owner + 1]], priority, call)
+        by_owner = self._by_owner(ids, key.answering)
+        return self._ask(key, ids.size, [rows for rows in by_owner if rows.span.start < rows.span.stop], priority, call)
 
     def _ask(
-        self, key: _Key, ids: Ids, owners: Sequence[int], priority: int, call: str
+        self, key: _Key, n_rows: int, by_owner: Sequence[_OwnerRows], priority: int, call: str
     ) -> tuple[HostArray, list[Pending]]:
-        values: HostArray = np.empty((ids.size, key.columns), key.info.dtype)
-        if not owners:
+        values: HostArray = np.empty((n_rows, key.columns), key.info.dtype)
+        if not by_owner:
             return values, []
         session = self._session
-        wait_for_tags(session, self._client, len(owners))
+        wait_for_tags(session, self._client, len(by_owner))
         header = wire.Header(wire.ROWS_PULL, key.info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
-        steps = self._request(header, self._by_owner(key, ids, owners), values)
-        running = session.engine.start(steps, f"{call} of key {shown(key.info.key)}")
-        labels = tuple(self._labels[owner] for owner in owners)
+        running = session.engine.start(self._request(header, by_owner, values), f"{call} of key {shown(key.info.key)}")
+        labels = tuple(self._labels[rows.owner] for rows in by_owner)
         waiting = Waiting(call, key.info.key, key.info.id, key.pushed if session.synchronous else None, labels)
         return values, [Pending(running, waiting)]
 
@@ -165,19 +171,18 @@ class RowClient:
         """See `Strategy.changed_rows`. Answers may have any length."""
         key, session, client = self._keys[info.id], self._session, self._client
         header = wire.Header(kind, info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
-        wait_for_tags(session, client, len(key.owners))
+        wait_for_tags(session, client, len(key.answering))
         name = f"changed rows of key {shown(info.key)}"
-        answers = [session.engine.start(client.ask(owner, header, None), name) for owner in key.owners]
+        answers = [session.engine.start(client.ask(shard.owner, header, None), name) for shard in key.answering]
         round_ = key.pushed if session.synchronous else None
         pending = [
-            Pending(answer, Waiting("pull", info.key, info.id, round_, (self._labels[owner],)))
-            for owner, answer in zip(key.owners, answers, strict=True)
+            Pending(answer, Waiting("pull", info.key, info.id, round_, (self._labels[shard.owner],)))
+            for shard, answer in zip(key.answering, answers, strict=True)
         ]
 
         def finish() -> RowSparse:
             ids, rows = [np.empty(0, np.int64)], [np.empty(0, info.dtype)]
-            for owner, answer in zip(key.owners, answers, strict=True):
-                begin, end = key.bounds[owner : owner + 2]
+            for (_, begin, end), answer in zip(key.answering, answers, strict=True):
                 found, data = row_ids.decode(np.frombuffer(answer.result or b"", np.uint8), end - begin)
                 ids.append(found + begin)
                 rows.append(data.view(info.dtype))
@@ -188,10 +193,17 @@ class RowClient:
 
     def settle(self, call: str) -> None:
         """Wait until every owner has applied this worker's last push of each key. Synchronous stores only."""
-        none = np.empty(0, np.int64)
         for key in tuple(self._keys.values()):
-            for pending in self._ask(key, none, key.owners, 0, call)[1]:
-                self._session.wait(pending)
+            self.wait_for_owners(key.info, call)
+
+    def wait_for_owners(self, info: KeyInfo, call: str) -> None:
+        """Wait until all owners of a key answer: they have its first rows, and, of a round, the last push. Blocks."""
+        key = self._keys[info.id]
+        for pending in self._ask(key, 0, self._by_owner(np.empty(0, np.int64), key.shards), 0, call)[1]:
+            self._session.wait(pending)
+
+    def owners_of(self, info: KeyInfo) -> list[int]:
+        return [shard.owner for shard in self._keys[info.id].shards]
 
 
 def _bytes_of(rows: HostArray) -> HostArray:

@@ -14,11 +14,12 @@ from mpikv.config import Config
 from mpikv.errors import StallError
 from mpikv.kvstore import KVStore
 from mpikv.placement.spares import Seat, after, at_start
+from mpikv.server.kept import Kept
 from mpikv.server.roles import Roles, assign
 from mpikv.session.continued import ContinuedSession
 from mpikv.session.generation import AllClosedError, Generation
 from mpikv.session.workers import Workers
-from mpikv.strategies.continued import ContinuedStrategy
+from mpikv.strategies.continued_pushes import strategy_of
 from mpikv.testing.ranks import spawn
 from mpikv.testing.stores import StoreRanks, for_tests
 from mpikv.transports.faulty import Death, Deaths, Faults, FaultyFabric, PeerGone
@@ -118,6 +119,7 @@ class ThreadSurvivors:
         self._number = -1
         self._fabric: FaultyFabric | None = None
         self._alone = self._was_ready = False
+        self._kept = Kept()
 
     def is_death(self, error: BaseException) -> bool:
         """Whether an error comes from another rank's death: any may, as long as one is dead in this generation."""
@@ -140,7 +142,8 @@ class ThreadSurvivors:
             else:
                 continue
             self._fabric = None if self._alone else fabric
-            found = store.assemble(fabric.rank(place), lambda _error: None)
+            self._kept.number = self._number
+            found = store.assemble(fabric.rank(place), lambda _error: None, kept=self._kept)
             if found is None:
                 raise SystemExit(0)
             assert isinstance(found.session, Workers)
@@ -220,7 +223,7 @@ def spawn_continued(
     >>> spawn_continued('dist_sync', 3, body, deaths=deaths)
     [([5.0, 5.0], 2), None, ([5.0, 5.0], 2)]
     """
-    config = for_tests(config)
+    config = for_tests(config).with_(on_failure="continue")
     size = num_workers + num_servers
     places = hosts or ["localhost"] * size
     roles = assign(places, num_servers, config.server_placement)
@@ -232,8 +235,9 @@ def spawn_continued(
             session = ContinuedSession(name.lower(), config, survivors)
         except (SystemExit, Death):
             return None
-        store = KVStore(session, ContinuedStrategy(session), on_device=False)
+        store = KVStore(session, strategy_of(session), on_device=False)
         try:
+            session.start()
             result = body(store)
             store.close()
         except SystemExit:  # of a spare that nobody needs any more

@@ -103,7 +103,8 @@ class Generations:
 
         steps: how many were made. Raises UnsupportedError on all workers where one of them cannot give its share.
         """
-        self._session.whole(CALL, partial(self._take, steps))
+        take = partial(self._take, steps)
+        take() if self._alone else self._session.whole(CALL, take)
 
     def _take(self, steps: int) -> None:
         data, error = archived(self._share)

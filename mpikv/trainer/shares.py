@@ -52,14 +52,21 @@ class Shares:
         self._devices = devices
         self._optimizer = optimizer
         self._rank, self._workers = (0, 1) if store is None else (store.rank, store.num_workers)
-        self.n_gradients = self._workers * devices  # of each parameter, which a step adds
-        self._mean = Share(self.n_gradients)
-        self._continues = store is not None and store.session.continues
+        # In an asynchronous store each gradient is applied by itself, whoever has died.
+        self._continues = store is not None and store.session.continues and store.session.synchronous
         if store is not None and self._continues:  # workers have columns, and weights, by their numbers at the start
             self._rank, self._workers = store.session.number, store.session.at_start
-            self._mean = Share(devices, weights=[1.0] * self._workers)
         self._array: HostArray | None = None
         self.joined = False
+
+    @property
+    def n_gradients(self) -> int:
+        """How many of each parameter a step adds."""
+        return self._devices * (1 if self._store is None else self._store.num_workers)
+
+    @property
+    def _mean(self) -> Share:
+        return Share(self._devices, weights=[1.0] * self._workers) if self._continues else Share(self.n_gradients)
 
     def of_step(self, batch_size: float | None, examples: float | None) -> Share:
         """Return the share for a `Trainer.step` with these arguments.

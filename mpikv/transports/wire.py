@@ -30,7 +30,7 @@ import numpy as np
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 10
+VERSION = 11
 
 TAG_MEETING = 0  # before there are stores
 TAG_CONTROL = 1
@@ -84,6 +84,7 @@ ROWS_CHANGED = 15  # answered, once `round` rounds are done, by ids and rows: wh
 TIMELINE = 16  # payload: JSON (server/timeline.py); answered by JSON
 REFUSE = 17  # the workers of a host have pushed a round under different labels, and nothing of it comes
 ROWS_THERE = 18  # as ROWS_CHANGED: all rows that exist
+KEPT = 19  # payload: JSON (server/kept.py); answered by what this owner held before a rank died
 ROWS = (ROWS_INIT, ROWS_PUSH, ROWS_PULL, ROWS_CHANGED, ROWS_THERE)
 
 # version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, flags, and 6

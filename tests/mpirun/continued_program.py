@@ -155,17 +155,21 @@ def die_after_the_init(after_s: float) -> None:
     die(after_s)
 
 
-def main(seed: str, folder: str, given: str) -> None:
-    victims = [one for one in given.split(",") if one]
-    for one in victims:
+def arm(given: str) -> None:
+    """Let this rank of MPI die at the time that is given for it, if any is."""
+    for one in given.split(","):
         rank, _, ms = one.partition("+")
         if rank == f"r{os.environ['OMPI_COMM_WORLD_RANK']}":
             threading.Thread(target=die_after_the_init, args=(float(ms) / 1e3,), daemon=True).start()
+
+
+def main(seed: str, folder: str, given: str) -> None:
+    arm(given)
     store = kv.create("dist_sync")
     name = f"{store.session.number}{'-spare' * store.session.alone}"
     with store, (Path(folder) / name).open("w") as log:
         program = Program(store, int(seed), log)
-        program.run([victim_of(one) for one in victims if not one.startswith("r")])
+        program.run([victim_of(one) for one in given.split(",") if one and not one.startswith("r")])
         log.write("end\n")
 
 

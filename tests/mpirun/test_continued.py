@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import signal
 from collections import Counter
@@ -12,21 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Mpi, mpirun, start, text
+from continued_pushes import OPERATIONS
+from jobs import Job, Mpi, mpirun, start, text
+from pushes_apart import Ended, compare
 
 HERE = Path(__file__).parent
 SURVIVES = ["--with-ft", "ulfm"]
 SPARES_FROM = 100  # seeds with spares
+ASYNCHRONOUS = [200, 201, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(202, 250))]
 SEEDS = [seed if seed in (0, 1, 2, 3, 100, 101) else pytest.param(seed, marks=pytest.mark.full) for seed in range(150)]
 
 
-def run(mpi: Mpi, n: int, program: str, *words: Any, status: int | None = 0, **env: str) -> str:
-    """The output of a job that goes on after deaths."""
+def made(mpi: Mpi, n: int, program: str, *words: Any, **env: str) -> Job:
+    """A job that goes on after deaths, once it has ended."""
     env = {"MPIKV_ON_FAILURE": "continue", **env}
     argv = ["python", str(HERE / program), *map(str, words)]
     job = mpirun(n, argv, mpi=mpi, env=env, options=SURVIVES, timeout_s=200)
-    job.check(status)
     assert job.segments_left == []
+    return job
+
+
+def run(mpi: Mpi, n: int, program: str, *words: Any, status: int | None = 0, **env: str) -> str:
+    """The output of one that has ended with this status."""
+    job = made(mpi, n, program, *words, **env)
+    job.check(status)
     return job.output
 
 
@@ -42,10 +52,10 @@ def spares_logs(folder: Path) -> dict[int, list[str]]:
 
 class Death:
     """A random job. victims: workers by their numbers, each with the operation in which it dies; and below 0 ranks of
-    MPI, of any role, each with the time.
+    MPI, of any role, each with the time. last: operation.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, last: int = 59, *, spares: bool = False) -> None:
         dice = random.Random(seed)
         self.n = dice.randint(3, 6)
         servers = dice.choice([0, 0, 0, 1, 2]) if self.n > 3 else 0
@@ -59,15 +69,19 @@ class Death:
             self.env["MPIKV_SHARED_MEMORY"] = "off"
         if dice.random() < 0.15:
             self.env["MPIKV_PROGRESS"] = "calls"
+
+        def when() -> str:
+            return f"{dice.randint(0, last)}+{dice.choice([0, 0, 4 * dice.random(), 30 * dice.random()]):.2f}"
+
         self.victims = {
-            worker: f"{worker}@{dice.randint(0, 59)}+{dice.choice([0, 0, 4 * dice.random(), 30 * dice.random()]):.2f}"
+            worker: f"{worker}@{when()}"
             for worker in dice.sample(range(self.workers), dice.randint(1, min(2, self.workers - 1)))
         }
         if servers and dice.random() < 0.7:  # in place of one of these, so that a worker is left
             self.victims.pop(next(iter(self.victims)))
             rank = dice.randrange(self.n)
             self.victims[-1 - rank] = f"r{rank}+{dice.choice([30, 300, 1000]) * dice.random():.0f}"
-        self.spares = dice.randint(1, 2) if seed >= SPARES_FROM else 0
+        self.spares = dice.randint(1, 2) if spares else 0
         if self.spares:
             self.env["MPIKV_SPARES"] = str(self.spares)
             if dice.random() < 0.3:  # any rank, at any time
@@ -82,7 +96,7 @@ class Death:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_deaths(openmpi: Mpi, seed: int, tmp_path: Path) -> None:
-    death = Death(seed)
+    death = Death(seed, spares=seed >= SPARES_FROM)
     output = run(
         openmpi, death.n, "continued_program.py", seed, tmp_path, ",".join(death.victims.values()), **death.env
     )
@@ -103,6 +117,20 @@ def test_random_deaths(openmpi: Mpi, seed: int, tmp_path: Path) -> None:
             assert log == whole[len(whole) - len(log) :], f"{death}: a spare for worker {number} has other values"
             sums = [int(float.fromhex(line.split()[2])) for line in log if line.endswith(" sum")]
             assert all(total >> number & 1 for total in sums), f"{death}: worker {number} is missing"
+
+
+@pytest.mark.parametrize("seed", ASYNCHRONOUS)
+def test_random_deaths_of_asynchronous_stores(openmpi: Mpi, seed: int, tmp_path: Path) -> None:
+    death = Death(seed, OPERATIONS - 1)
+    victims = ",".join(death.victims.values())
+    job = made(openmpi, death.n, "continued_pushes.py", seed, tmp_path, victims, **death.env)
+    if len(death.victims) == 2 and "all of its owners have died" in job.output:
+        job.check(None)
+        return
+    job.check()
+    files = [file for file in tmp_path.iterdir() if file.name.isdigit()]
+    assert len(files) >= death.workers - len(death.victims), f"{death}: {job.output}"
+    compare({int(file.name): Ended(*pickle.loads(file.read_bytes())) for file in files})
 
 
 LAST = """

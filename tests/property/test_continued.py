@@ -22,6 +22,7 @@ import numpy as np
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pushes_apart import CODEC, ELEMS, lossy
 from store_modes import ADDING, HYBRID, MESSAGES, ONE_HOST, SERVERS, THREE_HOSTS, TWO_HOSTS, Mode
 
 from mpikv import RowSparse, kv, optimizers
@@ -336,14 +337,7 @@ CODED = (
     *(Mode("dist_sync", 3, 0, "owners", memory="off"), Mode("dist_sync", 3, 1), Mode("dist_sync", 4, 2, memory="off")),
     *(Mode("dist_sync", 4, hosts="aabb"), Mode("dist_sync", 3, hosts="abc"), Mode("dist_sync", 3)),
 )
-CODEC: dict[str, Any] = {"type": "2bit", "threshold": 1.0}
-ROUNDS, ELEMS, KEYS = 10, 50, ("v", "w")
-
-
-def pushed(worker: int, round_: int, key: str, victim: int) -> Any:
-    """What no push sends whole. The victim brings nothing, so that it does not matter which rounds it was in."""
-    step = 7 * np.arange(ELEMS) + 3 * worker + 5 * round_ + ord(key)
-    return (step % 11 - 5).astype(np.float32) * (worker != victim) / 8
+ROUNDS, KEYS = 10, ("v", "w")
 
 
 @settings(max_examples=examples(90))
@@ -364,7 +358,7 @@ def test_survivors_send_what_their_codecs_have_lost(mode: Mode, victim: int, at:
                 members = store.session.members
                 deaths.die_in([*members.workers, *members.servers][victim], calls, sends=sends)
             outs = [np.zeros(ELEMS, np.float32) for _ in KEYS]
-            values = [pushed(me, round_, key, victim) for key in KEYS]
+            values = [lossy(me, round_, key, victim) for key in KEYS]
             for request in map(store.pushpull_async, KEYS, values, outs):
                 request.wait()
             found.append(outs)
@@ -377,7 +371,7 @@ def test_survivors_send_what_their_codecs_have_lost(mode: Mode, victim: int, at:
         for i, key in enumerate(KEYS):
             total = np.zeros(ELEMS, np.float32)
             for worker in range(mode.workers):
-                codec.decode(codec.encode(pushed(worker, round_, key, victim), states[worker, key]), decoded)
+                codec.decode(codec.encode(lossy(worker, round_, key, victim), states[worker, key]), decoded)
                 total += decoded
             assert all(result is None or (result[round_][i] == total).all() for result in results)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,42 @@ def test_sums_are_divided_by_the_examples_of_those_who_are_there(pushes: bool) -
     first, dead, last = MESSAGES._replace(workers=3).run_continued(body, deaths, lambda _: Faults())
     assert dead is None
     assert first == last == [-6.0, -6.0]
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_asynchronous_training_goes_on(servers: int, victim: int, tmp_path: Path) -> None:
+    """Each step of a survivor is in the weights once, and each of them has all rows that have changed. Worker 0, who
+    may be another one by then, takes snapshots alone.
+    """
+    deaths = Deaths()
+
+    def body(store: Any) -> tuple[list[float], list[float]]:
+        weight, table = mpikv.Parameter(np.zeros(2)), mpikv.Parameter(np.zeros((3, 1)), sparse=True)
+        trainer = mpikv.Trainer([weight, table], "sgd", {"learning_rate": 1.0, "lazy_update": True}, store)
+        for step in range(6):
+            if step == 3 and store.session.number == victim:
+                members = store.session.members
+                deaths.die_in(members.workers[victim], calls=1)
+            weight.grad[...] = 4.0
+            table.grad = mpikv.RowSparse([store.session.number], np.full((1, 1), 4.0), (3, 1))
+            trainer.step(batch_size=4)
+        store.barrier()
+        weight.grad[...] = 0.0
+        table.grad = mpikv.RowSparse([0], np.zeros((1, 1)), (3, 1))
+        trainer.step(batch_size=4)
+        return weight.data.tolist(), table.data[:, 0].tolist()
+
+    settings: Any = {"snapshot_dir": str(tmp_path), "snapshot_s": 1e-6}
+    found = Mode("dist_async", 3, servers).run_continued(body, deaths, lambda _: Faults(), **settings)
+    assert found.pop(victim) is None
+    assert found[0] == found[1]
+    weights, rows = found[0]
+    n = -rows.pop(victim)
+    assert n in (2.0, 3.0, 4.0), "it has died in its third step, or its fourth"
+    assert rows == [-6.0, -6.0]
+    assert weights in ([-12.0 - n] * 2 for n in (2.0, 3.0, 4.0))
+    assert max(int(file.name.split("-")[1]) for file in tmp_path.iterdir()) == 7
 
 
 def test_a_spare_that_nobody_needs_ends() -> None:
