@@ -43,21 +43,29 @@ class _RowSink(NamedTuple):
 
 
 class _All:
-    """A request: all of several."""
+    """A request: all of several, and then a function."""
 
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        self._pending = pending
+    def __init__(self, pending: Sequence[Pending], then: Callable[[], None]) -> None:
+        self._pending, self._then = pending, then
 
     def test(self) -> bool:
-        return all(one.request.test() for one in self._pending)
+        done = all(one.request.test() for one in self._pending)
+        if done:
+            self._then()
+        return done
+
+
+def all_of(info: KeyInfo, pending: Sequence[Pending], then: Callable[[], None] = lambda: None) -> Pending:
+    """One transfer in place of several of a key. then: called when they are done."""
+    waiting = pending[0].waiting if pending else Waiting("pull", info.key, info.id)
+    return Pending(_All(pending, then), waiting, [one.waiting for one in pending[1:]])
 
 
 def rows_of(now: Generation, key: Key) -> tuple[Pending, Callable[[], RowSparse]]:
     """Ask the owners of a generation for the rows that they hold of a key: the first ones, or the sum of a round."""
     info = now.session.infos[key]
     pending, finish = now.strategy.rows.there(info)
-    waiting = pending[0].waiting if pending else Waiting("pull", key, info.id)
-    return Pending(_All(pending), waiting, [one.waiting for one in pending[1:]]), finish
+    return all_of(info, pending), finish
 
 
 def added(now: Generation, key: Key, total: RowSparse, priority: int) -> tuple[Pending, Callable[[], RowSparse]]:

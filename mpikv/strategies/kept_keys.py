@@ -7,7 +7,7 @@ synchronous stores, and in kept_pushes.py and continued_pushes.py for asynchrono
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -43,6 +43,16 @@ class Served(NamedTuple):
     as_set: Optimizer
     keys: Sequence[Key] | None
     applied: bool
+
+
+class Transfer:
+    """A transfer of a store that goes on. pending: see `UnderWay`."""
+
+    def __init__(self, strategy: KeptKeys, pending: Callable[[], Pending | None]) -> None:
+        self.pending, self._again = pending, strategy.again
+
+    def test(self) -> bool:
+        return self._again(self.pending) is None
 
 
 class ContinuedCall(PreparedCall):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,48 +30,45 @@ from mpikv.placement.labels import AttributeLog
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.continued import ContinuedSession
 from mpikv.strategies.base import Entry, SparseKeys
-from mpikv.strategies.kept_keys import KeptKeys, Served
+from mpikv.strategies.continued_rows import all_of
+from mpikv.strategies.kept_keys import KeptKeys, Served, Transfer
 from mpikv.strategies.sparse import check_updated
 
 CALL = "push"
 
 
 class KeptPush:
-    """A push that has not been said to be applied. A transfer, see `UnderWay`.
+    """A push that has not been said to be applied.
 
     attributes: of the key's optimizer, when it was made. owed: what this worker's codec held before it. sent: in which
     generation, and as which push of the key. applied: what ends when its owners have applied it. found: in which
     generation survivors have begun with it, or without.
     """
 
-    def __init__(self, strategy: KeptPushes, entry: Entry, attributes: Mapping[str, Any] | None) -> None:
-        self._strategy, self.attributes = strategy, attributes
-        self.info, self.total = entry.info, entry.total
-        self.owed: Sequence[StateRecord] = ()
+    def __init__(self, entry: Entry, attributes: Mapping[str, Any] | None, owed: Sequence[StateRecord]) -> None:
+        self.info, self.total, self.attributes, self.owed = entry.info, entry.total, attributes, owed
         self.sent: tuple[int, int] | None = None
         self.applied: Sequence[Pending] | None = None
         self.found: tuple[int, bool] | None = None
         self.done = False
 
-    def pending(self) -> Pending | None:
-        return self._strategy.not_applied(self)
-
-    def test(self) -> bool:
-        return self._strategy.again(self.pending) is None
-
 
 class Pulls:
-    """The pulls of one call, which are made anew in another generation as far as they have not ended."""
+    """The pulls of one call, which are made anew in another generation as far as they have not ended.
 
-    def __init__(self, strategy: KeptPushes, begin: Callable[[Sequence[int]], Sequence[Pending]], number: int) -> None:
-        """begin: of some of them, by their numbers."""
-        self._strategy, self._begin, self._lock = strategy, begin, threading.RLock()
+    begin: begins some of them, by their numbers.
+    """
+
+    def __init__(
+        self, session: ContinuedSession, begin: Callable[[Sequence[int]], Sequence[Pending]], number: int
+    ) -> None:
+        self._session, self._begin, self._lock = session, begin, threading.RLock()
         self._left = dict[int, Pending | None].fromkeys(range(number))
         self._generation = -1
 
     def pending(self, i: int) -> Pending | None:
         with self._lock:
-            number = self._strategy.session.now.number
+            number = self._session.now.number
             if number != self._generation and self._left:
                 self._left = dict(zip(self._left, self._begin([*self._left]), strict=True))
                 self._generation = number
@@ -79,19 +77,6 @@ class Pulls:
                 del self._left[i]
                 return None
             return under_way
-
-
-class Pull:
-    """One of `Pulls`. A transfer, see `UnderWay`."""
-
-    def __init__(self, strategy: KeptPushes, pulls: Pulls, i: int) -> None:
-        self._strategy, self._pulls, self._i = strategy, pulls, i
-
-    def pending(self) -> Pending | None:
-        return self._pulls.pending(self._i)
-
-    def test(self) -> bool:
-        return self._strategy.again(self.pending) is None
 
 
 class KeptPushes(KeptKeys):
@@ -127,10 +112,8 @@ class KeptPushes(KeptKeys):
 
         def begin(numbers: Sequence[int]) -> list[Pending]:
             now = self.session.now
-            some = [(now.session.infos[pulled[i].info.key], pulled[i].sink) for i in numbers]
-            found: list[Pending] = now.strategy.prepare([Entry(info, None, sink) for info, sink in some]).start(
-                priority
-            )
+            some = [Entry(now.session.infos[pulled[i].info.key], None, pulled[i].sink) for i in numbers]
+            found: list[Pending] = now.strategy.prepare(some).start(priority)
             return found
 
         return self.pulling(begin, [entry.info for entry in pulled], "pull")
@@ -139,15 +122,15 @@ class KeptPushes(KeptKeys):
         self, begin: Callable[[Sequence[int]], Sequence[Pending]], infos: Sequence[KeyInfo], call: str
     ) -> list[Pending]:
         """Start pulls, each of a key. begin: see `Pulls`."""
-        pulls = Pulls(self, begin, len(infos))
-        pending = [Pending(Pull(self, pulls, i), Waiting(call, info.key)) for i, info in enumerate(infos)]
-        if pending:
+        pulls = Pulls(self.session, begin, len(infos))
+        if infos:
             self.again(lambda: pulls.pending(0))
-        return pending
+        return [
+            Pending(Transfer(self, partial(pulls.pending, i)), Waiting(call, info.key)) for i, info in enumerate(infos)
+        ]
 
     def _opened(self, entry: Entry) -> KeptPush:
-        push = KeptPush(self, entry, self._attributes(entry.info))
-        push.owed = self._encodes.owed(entry.info.key)
+        push = KeptPush(entry, self._attributes(entry.info), self._encodes.owed(entry.info.key))
         with self._lock:
             self._open[entry.info.key] = push
         return push
@@ -198,7 +181,7 @@ class KeptPushes(KeptKeys):
                 del self._open[push.info.key]
 
     def _wait(self, push: KeptPush, call: str) -> None:
-        self.session.wait(Pending(push, Waiting(call, push.info.key)))
+        self.session.wait(Pending(Transfer(self, partial(self.not_applied, push)), Waiting(call, push.info.key)))
 
     def finish(self, call: str) -> None:
         for push in tuple(self._open.values()):
@@ -235,7 +218,7 @@ class KeptRows(SparseKeys):
         def begin(_: Sequence[int]) -> list[Pending]:
             rows, here = self._now(info)
             found, pending = rows.pull(here, ids, priority, call)
-            return [_then(pending, lambda: np.copyto(values, found))]
+            return [all_of(info, pending, lambda: np.copyto(values, found))]
 
         return values, self._strategy.pulling(begin, [info], call)
 
@@ -253,24 +236,6 @@ class KeptRows(SparseKeys):
                 pending = [*pending, *more]
             self._watched[info.key] = number
             found[:] = [finish]
-            return [_then(pending)]
+            return [all_of(info, pending)]
 
         return self._strategy.pulling(begin, [info], "pull"), lambda: found[0]()  # noqa: PLW0108 - of the last begin
-
-
-class _Then:
-    """A request: all of several, and then a function."""
-
-    def __init__(self, pending: Sequence[Pending], then: Callable[[], None]) -> None:
-        self._pending, self._then = pending, then
-
-    def test(self) -> bool:
-        if not all(one.request.test() for one in self._pending):
-            return False
-        self._then()
-        return True
-
-
-def _then(pending: Sequence[Pending], then: Callable[[], None] = lambda: None) -> Pending:
-    waiting = pending[0].waiting if pending else Waiting("pull")
-    return Pending(_Then(pending, then), waiting, [one.waiting for one in pending[1:]])

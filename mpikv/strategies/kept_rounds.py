@@ -17,6 +17,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mpikv.arrays.as_numpy import sum_dtype
@@ -36,7 +37,7 @@ from mpikv.session.continued import ContinuedSession
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.base import Entry, Sink
 from mpikv.strategies.continued_rows import ContinuedRows, added, rows_of
-from mpikv.strategies.kept_keys import KeptKeys, Served, pickled_copy
+from mpikv.strategies.kept_keys import KeptKeys, Served, Transfer, pickled_copy
 from mpikv.strategies.local import LocalStrategy
 
 
@@ -62,19 +63,6 @@ class KeptRound:
         self.transfer: Pending | None = None  # in the present generation; None: it has none yet, or the caller waits
         self.sinks: list[Sink] = []
         self.done = False
-
-
-class Pull:
-    """The value of a key after a round, or as it is. A transfer, see `UnderWay`."""
-
-    def __init__(self, strategy: KeptRounds, round_: KeptRound | None) -> None:
-        self._strategy, self._round = strategy, round_
-
-    def pending(self) -> Pending | None:
-        return None if self._round is None else self._strategy.under_way(self._round)
-
-    def test(self) -> bool:
-        return self._strategy.again(self.pending) is None
 
 
 class KeptRounds(KeptKeys, LocalStrategy):
@@ -148,7 +136,7 @@ class KeptRounds(KeptKeys, LocalStrategy):
         self.fetch_early(entries)
         for entry in entries:
             if entry.total is not None and (before := self._open.get(entry.info.key)) is not None:
-                self.session.wait(Pending(Pull(self, before), Waiting("push", entry.info.key)))
+                self._wait(before, "push")
         opened = [self._opened(entry, op) for entry in entries if entry.total is not None]
         self.again(
             lambda: self._send([one for one in opened if not one.done and one.transfer is None], priority, waits=waits)
@@ -166,7 +154,8 @@ class KeptRounds(KeptKeys, LocalStrategy):
                 self.pull(info, sink)
             else:
                 round_.sinks.append(sink)
-        return Pending(Pull(self, round_), Waiting("pull", info.key))
+        pending = partial(self.under_way, round_) if round_ is not None else lambda: None
+        return Pending(Transfer(self, pending), Waiting("pull", info.key))
 
     def _opened(self, entry: Entry, op: Reduction) -> KeptRound:
         info, total = entry.info, entry.total
@@ -232,7 +221,10 @@ class KeptRounds(KeptKeys, LocalStrategy):
     def finish(self, call: str) -> None:
         """Wait until the rounds that this worker has opened are done. Blocks."""
         for round_ in tuple(self._open.values()):
-            self.session.wait(Pending(Pull(self, round_), Waiting(call, round_.info.key)))
+            self._wait(round_, call)
+
+    def _wait(self, round_: KeptRound, call: str) -> None:
+        self.session.wait(Pending(Transfer(self, partial(self.under_way, round_)), Waiting(call, round_.info.key)))
 
     def _end(self, round_: KeptRound) -> None:
         round_.done = True

@@ -105,11 +105,13 @@ class RowClient:
         ]
 
     @staticmethod
-    def _by_owner(ids: Ids, shards: ShardPlan) -> list[_OwnerRows]:
+    def _by_owner(ids: Ids, shards: ShardPlan, *, all_of_them: bool = True) -> list[_OwnerRows]:
+        """all_of_them: also owners that have none of these rows."""
         by_owner = []
         for owner, begin, end in shards:
             span = slice(*np.searchsorted(ids, (begin, end)).tolist())
-            by_owner.append(_OwnerRows(owner, span, row_ids.encode(ids[span] - begin, end - begin)))
+            if all_of_them or span.start < span.stop:
+                by_owner.append(_OwnerRows(owner, span, row_ids.encode(ids[span] - begin, end - begin)))
         return by_owner
 
     # --- messages
@@ -131,8 +133,7 @@ class RowClient:
 
     def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         key = self._keys[info.id]
-        by_owner = self._by_owner(ids, key.answering)
-        return self._ask(key, ids.size, [rows for rows in by_owner if rows.span.start < rows.span.stop], priority, call)
+        return self._ask(key, ids.size, self._by_owner(ids, key.answering, all_of_them=False), priority, call)
 
     def _ask(
         self, key: _Key, n_rows: int, by_owner: Sequence[_OwnerRows], priority: int, call: str

@@ -29,6 +29,7 @@ MEMBERS = {
     "native": Members(("a", "b"), (0, 1), config=Config(algorithm="native")),
     "owners": Members(("a", "b"), (0, 1), config=Config(algorithm="owners")),
     "servers": Members(("a", "a", "b", "b"), (0, 2), (1, 3)),
+    "going on": Members(("a", "a", "b", "b"), (0, 2), (1, 3), synchronous=False, config=Config(on_failure="continue")),
 }
 
 
@@ -52,6 +53,10 @@ MEMBERS = {
             "all of it .* its optimizer needs all of it at one place",
         ),
         ("servers", LARGE, {"load_bytes": [0, 0]}, "cut evenly over 2 servers, since it has 1000000 elements or more"),
+        (
+            *("going on", LARGE, {"load_bytes": [1, 0]}),
+            r"all of it on server 1 \(rank 3 on b\), and for its death on server 0 \(rank 1 on a\)",
+        ),
     ],
 )
 def test_a_path_and_why(members: str, info: KeyInfo, options: dict[str, Any], says: str) -> None:

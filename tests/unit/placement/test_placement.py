@@ -12,8 +12,8 @@ from mpikv.codecs.compression import wire_of
 from mpikv.config import Config
 from mpikv.placement.keys import KeyInfo
 from mpikv.placement.members import Members
-from mpikv.placement.owners import CUT_BYTES, as_announced, place_at_owners
-from mpikv.placement.place import place
+from mpikv.placement.owners import CUT_BYTES, add_load, as_announced, place_at_owners
+from mpikv.placement.place import place, place_rows
 
 WHOLE = {"whole": True}
 OFF = {"shared_memory": "off"}
@@ -154,3 +154,33 @@ def test_at_workers(hosts: str, n: int, codec: str, options: dict[str, Any], exp
 
 def test_an_asynchronous_store_without_servers_has_one_in_every_worker() -> None:
     assert Members(("a", "b", "b"), (0, 1, 2), (), synchronous=False).owners == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "owners", "pairs"),
+    [
+        (1, 0, (0,), [(0,)]),
+        (3, 0, (0, 1, 2), [(0, 1), (1, 2), (2, 0)]),
+        (3, 1, (3, 0), [(0, 1)]),  # an only server, and the first worker for its death
+        (2, 3, (2, 3, 4), [(0, 1), (1, 2), (2, 0)]),
+    ],
+)
+def test_where_an_owner_may_die_each_key_has_a_second_one(
+    workers: int, servers: int, owners: tuple[int, ...], pairs: list[tuple[int, ...]]
+) -> None:
+    config, ranks = Config(on_failure="continue", bigarray_bound_elems=8), range(workers + servers)
+    members = Members(("a",) * len(ranks), (*ranks[:workers],), (*ranks[workers:],), synchronous=False, config=config)
+    assert members.owners == owners
+    loads = [0] * len(owners)
+    for number in range(2 * len(pairs)):
+        info = key(number, 100, "float32")
+        found = place_at_owners(members, info, wire_of(info), load_bytes=loads)
+        add_load(loads, found, 4)
+        assert found.owners in pairs, "also a long key is not cut"
+        assert {(shard.begin, shard.end) for shard in found.shards} == {(0, 100)}
+        assert as_announced(members, info, found.announced(), wire_of(info)) == found
+        shards = place_rows(members, info._replace(sparse=True))
+        assert [(shard.begin, shard.end) for shard in shards] == [(0, info.shape[0])] * len(pairs[0])
+        assert tuple(shard.owner for shard in shards) in pairs
+    held = {owner for found in pairs for owner in found}
+    assert {owner for owner, n_bytes in enumerate(loads) if n_bytes} == held
