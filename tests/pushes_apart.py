@@ -52,6 +52,7 @@ class Worker:
         self.folder = Path(folder)
         self.optimizer = optimizers.SGD(learning_rate=1.0, lazy_update=True)
         self.expected: dict[str, dict[int, float]] = {}
+        self.seen: dict[str, set[int]] = {}
         self.at = self.counted = 0
 
     def begin(self) -> None:
@@ -97,6 +98,8 @@ class Worker:
             else self.store.pull(key)
         )
         self.check(key, value)
+        pushes = value[:, 0] if key[0] == "r" else value
+        self.seen.setdefault(key, set()).update(np.flatnonzero(pushes).tolist())
         return value
 
     def run(self, op: Op) -> None:
@@ -145,22 +148,25 @@ class Worker:
         self.store.barrier()
         count = float(self.store.pull("count")[0])
         values = {key: self.pull(key) for key in self.expected}
-        return Ended(self.n_workers, self.expected, values, self.counted, count)
+        return Ended(self.n_workers, self.expected, values, self.counted, count, self.seen)
 
 
 class Ended(NamedTuple):
-    """What a worker has pushed, and what it has seen when all had pushed all."""
+    """What a worker has pushed, and what it has seen when all had pushed all. seen: pushes of all, at any time."""
 
     n_workers: int
     expected: dict[str, dict[int, float]]
     values: dict[str, Any]
     counted: int
     count: float
+    seen: dict[str, set[int]]
 
 
-def compare(ended: Mapping[int, Ended]) -> None:
+def compare(ended: Mapping[int, Ended], *, owners_live: bool = False) -> None:
     """Raise AssertionError where survivors, by their numbers at the start, have not what they should have: the pushes
     of survivors once, and of each of the dead, who do the same, those until some time.
+
+    owners_live: no owner has died, so that nothing that was seen is gone.
     """
     first, *others = ended.values()
     dead = set(range(first.n_workers)) - ended.keys()
@@ -171,6 +177,8 @@ def compare(ended: Mapping[int, Ended]) -> None:
             mine = np.zeros(PUSHES)
             mine[: len(one.expected[key])] = [*one.expected[key].values()]
             assert (pushed[i * PUSHES : (i + 1) * PUSHES] == mine).all(), f"key {key}: pushes of worker {i}"
+        if owners_live:
+            assert all(one.seen[key] <= {*np.flatnonzero(pushed).tolist()} for one in ended.values()), f"key {key}"
         rates = [*first.expected[key].values()]
         for i in dead:
             found = pushed[i * PUSHES : i * PUSHES + len(rates)]

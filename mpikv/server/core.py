@@ -222,6 +222,7 @@ class ServerCore:
             labels=self._labels,
             recorder=self.recorder,
         )
+        shard.answers = text["answers"]
         self._shards[info.id] = shard
         events: list[Event] = []
         for request in self._early.pop(info.id, []):

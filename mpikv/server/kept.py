@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 
 class Held(NamedTuple):
-    """A key as one owner has it. seen: how many pushes of each worker are in it.
+    """A key as one owner has it. seen: how many pushes of each worker are in it. answers: whether pulls are asked here.
 
     read: gives `value`, flat, or the ids and rows of a row-sparse key, and `state` of its optimizer or None.
     """
 
     key: Key
     seen: Sequence[int]
+    answers: bool
     read: Callable[[], dict[str, Any]]
 
 
@@ -51,7 +52,7 @@ class Kept:
         self._counts = max(self._counts, number)
         self._cores = {at: core for at, core in self._cores.items() if at >= self._counts}
         if keys is None:
-            seen = [[at, [[one.key, one.seen] for one in core.held()]] for at, core in self._cores.items()]
+            seen = [[at, [one[:3] for one in core.held()]] for at, core in self._cores.items()]
             return json.dumps([self._counts, seen]).encode()
         held = self._cores[number].held() if number in self._cores else ()
         try:

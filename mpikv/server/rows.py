@@ -54,7 +54,9 @@ _ROW_SUMS: Any = _RowSums()
 
 
 class RowShard:
-    """The rows [begin, end) of a key that this owner has."""
+    """The rows [begin, end) of a key that this owner has. answers: whether pulls are asked here."""
+
+    answers = True
 
     def __init__(
         self, info: KeyInfo, begin: int, end: int, *, owner: Owner, policy: Policy, labels: Sequence[str]
@@ -75,7 +77,7 @@ class RowShard:
             ids, states = self.table.ids(), self.table.states(self._owner)
             return {"value": [ids, self.table.rows(ids)], "state": None if states is None else states.state}
 
-        return Held(self.info.key, self._pushed, read)
+        return Held(self.info.key, self._pushed, self.answers, read)
 
     def begin(self, written: HostArray) -> None:
         """Take the key's first values. written: ids and rows, as in a message."""
@@ -181,6 +183,7 @@ class RowCore:
         info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]), sparse=True)
         policy = self._policy(len(self._labels))
         shard = RowShard(info, text["begin"], text["end"], owner=self.owner, policy=policy, labels=self._labels)
+        shard.answers = text["answers"]
         shard.begin(data)
         self._shards[info.id] = shard
         events: list[Event] = []

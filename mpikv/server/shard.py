@@ -104,8 +104,10 @@ class ServedShard:
 
     begin: its first element in the key. whole: whether its optimizer needs all of it. labels: the workers' names in
     errors. pushers: the workers that push it, in the order in which their gradients are added. policy(n): makes the
-    policy of a new unit with so many pushers.
+    policy of a new unit with so many pushers. answers: whether pulls are asked here.
     """
+
+    answers = True
 
     def __init__(
         self,
@@ -176,7 +178,7 @@ class ServedShard:
             state = None if unit.state is None else on_host(unit.state)
             return {"value": space.to_host(unit.block.array), "state": state}
 
-        return Held(self.info.key, unit.seen, read)
+        return Held(self.info.key, unit.seen, self.answers, read)
 
     def forget_states(self) -> None:
         for unit in self.units:

@@ -173,6 +173,7 @@ class ClientKey:
                 "codec": info.codec,
                 "space": info.space,
                 "pushers": list(self.pushers),
+                "answers": shard.owner == self.answering[0].owner,
             }
             payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
             yield shard.owner, wire.Header(wire.INIT, info.id), payload

@@ -91,8 +91,8 @@ class ContinuedPushes(KeptPushes):
             best: dict[Key, Left] = {}
             last, counts = self.session.now.strategy.owners.counts(max(one["last"] for one in reports), RECOVERY)
             for owner, counted in enumerate(counts):
-                for key, seen in counted:
-                    if key not in best or sum(seen) > sum(best[key][1]):
+                for key, seen, answers in counted:
+                    if key not in best or answers:  # so that no value that was pulled goes back
                         best[key] = owner, seen
             early = {key: i for i, report in enumerate(reports) for key, *_, is_early in report["keys"] if is_early}
             for key, *_ in (one for report in reports for one in report["keys"] if not one[-1]):

@@ -361,9 +361,9 @@ class OwnedKeys:
             for owner, info in by_owner.items()
         ]
 
-    def counts(self, generation: int, call: str) -> tuple[int, list[list[tuple[Key, list[int]]]]]:
-        """The last generation that counts, and what each owner held in it: keys, and how many pushes of each worker it
-        had applied. generation: one that counts. Blocks.
+    def counts(self, generation: int, call: str) -> tuple[int, list[list[tuple[Key, list[int], bool]]]]:
+        """The last generation that counts, and what each owner held in it: keys, how many pushes of each worker it had
+        applied, and whether it was the one that is asked. generation: one that counts. Blocks.
         """
         request = json.dumps([generation, None]).encode()
         answers = [json.loads(answer) for answer in self._ask(wire.KEPT, [request] * len(self._servers), call)]

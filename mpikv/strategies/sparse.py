@@ -85,6 +85,7 @@ class RowClient:
         for shard, rows in zip(key.shards, self._by_owner(first.indices, key.shards), strict=True):
             _, begin, end = shard
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": begin, "end": end}
+            text["answers"] = shard in key.answering
             head = np.frombuffer(wire.with_text(json.dumps(text).encode(), b""), np.uint8)
             payload = np.concatenate([head, rows.encoded_ids, _bytes_of(first.values[rows.span])])
             self._client.send(rows.owner, [(wire.Header(wire.ROWS_INIT, info.id), payload)])

@@ -21,6 +21,9 @@ MOST_KIB, DEATH_KIB = 1024, 300
 VICTIMS = 6, 3, 0, 5, 1  # those of these ranks that there are; 6 is a server
 
 
+LONG = pytest.mark.full, pytest.mark.timeout(2400)
+
+
 def check_holdings(folder: Path, ranks: Iterable[int], most_kib: int = MOST_KIB) -> None:
     """That none of these ranks holds more in the end than after the warm-up."""
     for rank in ranks:
@@ -51,15 +54,19 @@ def test_many_steps(mpi: Mpi, kind: str, servers: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "servers", "steps"),
-    [(5, 0, 300), (4, 1, 300), pytest.param(6, 1, STEPS, marks=[pytest.mark.full, pytest.mark.timeout(2400)])],
+    ("kind", "ranks", "steps"),
+    [
+        *(("dist_sync", (5, 0), 300), ("dist_sync", (4, 1), 300), ("dist_async", (5, 0), 300)),
+        *(pytest.param(kind, (6, 1), STEPS, marks=LONG) for kind in ("dist_sync", "dist_async")),
+    ],
 )
-def test_deaths(openmpi: Mpi, workers: int, servers: int, steps: int, tmp_path: Path) -> None:
-    """The first one is in the warm-up: so it is known what the others hold after a death."""
+def test_deaths(openmpi: Mpi, kind: str, ranks: tuple[int, int], steps: int, tmp_path: Path) -> None:
+    """The first one is in the warm-up: so it is known what the others hold after a death. ranks: workers, servers."""
+    workers, servers = ranks
     victims = [rank for rank in VICTIMS if rank < workers + servers]
     when = [steps * (1 + 2 * i) // (4 * len(victims)) for i in range(len(victims))]  # then two are left, and faster
     given = ",".join(f"{rank}@{step}" for rank, step in zip(victims, when, strict=True))
-    words = ["python", str(HERE / "soak_program.py"), "dist_sync", str(tmp_path), str(steps), str(sum(when[:2]) // 2)]
+    words = ["python", str(HERE / "soak_program.py"), kind, str(tmp_path), str(steps), str(sum(when[:2]) // 2)]
     metrics = tmp_path / "metrics"
     env = {"MPIKV_ON_FAILURE": "continue", "MPIKV_NUM_SERVERS": str(servers), "MPIKV_METRICS": str(metrics)}
     job = mpirun(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +15,14 @@ from hypothesis import strategies as st
 from pushes_apart import CODEC, ELEMS, OPS, Op, Worker, compare, lossy
 from store_modes import Mode
 
-from mpikv import PeerError, optimizers
+from mpikv import PeerError, RowSparse, optimizers
 from mpikv.codecs import create
+from mpikv.server.roles import assign
 from mpikv.session.workers import Workers
 from mpikv.strategies.continued_pushes import BEGUN
+from mpikv.strategies.exchange import Client
 from mpikv.testing.ranks import RankError
+from mpikv.transports import wire
 from mpikv.transports.faulty import Deaths, Faults, PeerGone
 
 MODES = (
@@ -55,7 +59,7 @@ def jobs(draw: Any) -> Job:
 def check(job: Job, deaths: Deaths) -> None:
     """Run a job, and compare all values in the end with what its workers have pushed."""
     mode, program, dying, progress, looks = job
-    armed, lock = set[int](), threading.Lock()
+    armed, servers, lock = set[int](), set[int](), threading.Lock()
 
     def arm(at: int) -> None:
         with lock:
@@ -67,6 +71,8 @@ def check(job: Job, deaths: Deaths) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def body(store: Any) -> Any:
+            if not store.generation:
+                servers.update(store.session.members.servers)
             worker = Worker(store, folder, mode.workers)
             worker.begin()
             for worker.at, op in enumerate(program):
@@ -83,7 +89,8 @@ def check(job: Job, deaths: Deaths) -> None:
             if len(dying) < 2 or not all(lost):
                 raise
             return
-    compare({i: result for i, result in enumerate(results) if result is not None})
+    ended = {i: result for i, result in enumerate(results) if result is not None}
+    compare(ended, owners_live=bool(servers) and deaths.dead.isdisjoint(servers))
 
 
 @settings(max_examples=examples(200))
@@ -118,6 +125,42 @@ def test_a_death_before_a_survivor_knows_that_all_have_begun(
     program = [Op("push all", 0), Op("push", 0), Op("pull", 0), Op("push all", 0)]
     check(Job(Mode("dist_async", 4, memory="off"), program, [(2, at, 1, True)], "thread", 2), deaths)
     assert deaths.dead == {dies, 2}
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_what_has_been_pulled_does_not_go_back(monkeypatch: pytest.MonkeyPatch, rows: bool) -> None:
+    """A worker dies when the first owner has its push, and the second one has not, and another worker has seen it."""
+    deaths, seen, pushes, send = Deaths(), threading.Event(), [0], Client.send
+
+    def dies_between(self: Client, server: int, requests: Any) -> None:
+        if self.transport.rank == deaths_of and requests[0][0].kind in (wire.PUSH, wire.ROWS_PUSH):
+            pushes[0] += 1
+            if pushes[0] == 2:
+                assert seen.wait(20)
+                deaths.die_in(deaths_of, 1)
+        send(self, server, requests)
+
+    def body(store: Any) -> list[float]:
+        store.set_optimizer(optimizers.SGD(learning_rate=1.0, lazy_update=True))
+        store.init("w", RowSparse([0], np.zeros((1, 1)), (3, 1)) if rows else np.zeros(3))
+        ones = RowSparse([0, 1, 2], -np.ones((3, 1)), (3, 1)) if rows else -np.ones(3)
+
+        def value() -> list[float]:
+            found = store.row_sparse_pull("w", row_ids=[0, 1, 2]).to_dense() if rows else store.pull("w")
+            return found.reshape(-1).tolist()  # type: ignore[no-any-return]
+
+        if store.session.number:
+            store.push("w", ones)
+        while not any(value()):
+            time.sleep(0.001)
+        seen.set()
+        store.barrier()
+        return value()
+
+    mode = Mode("dist_async", 2, 2, memory="off")
+    monkeypatch.setattr(Client, "send", dies_between)
+    deaths_of = assign(["localhost"] * 4, 2, mode.config().server_placement).workers[1]
+    assert mode.run_continued(body, deaths, lambda _: Faults()) == [[1.0] * 3, None]
 
 
 # --- what codecs have lost

@@ -30,7 +30,7 @@ PART = 3  # elements: one partition, less than one, several with a short last on
 
 def init_request(key, dtype, value=0, version=0, *, whole=False):
     text = {"key": key, "shape": [SIZES[key]], "dtype": str(np.dtype(dtype)), "begin": 0, "version": version}
-    text |= {"part": PART, "whole": whole, "codec": "none", "pushers": []}
+    text |= {"part": PART, "whole": whole, "codec": "none", "pushers": [], "answers": True}
     payload = wire.with_text(json.dumps(text).encode(), np.full(SIZES[key], value, dtype).tobytes())
     return wire.Header(wire.INIT, key), payload
 

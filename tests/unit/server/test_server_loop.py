@@ -39,7 +39,7 @@ class Slow:
         for key in range(keys):
             n_elems = part_elems * PARTS
             text = {"key": key, "shape": [n_elems], "dtype": "float32", "begin": 0, "version": 0, "part": part_elems}
-            text |= {"whole": False, "codec": "none", "pushers": []}
+            text |= {"whole": False, "codec": "none", "pushers": [], "answers": True}
             payload = wire.with_text(json.dumps(text).encode(), np.full(n_elems, key, np.float32).tobytes())
             self.send(wire.Header(wire.INIT, key), payload)
 
