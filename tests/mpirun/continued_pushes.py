@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pushes_apart import OPS, PUSHES, Op, Worker
 
 from mpikv import kv
+from mpikv.common.files import replacing
 
 OPERATIONS = PUSHES // 2  # one may push twice
 
@@ -42,7 +43,8 @@ def main(seed: str, folder: str, given: str) -> None:
             if store.generation > generation and store.rank == 0:
                 print(f"went on after {time.perf_counter() - begun_s:.3f} s", flush=True)
         ended = worker.end()
-    Path(folder, str(number)).write_bytes(pickle.dumps(tuple(ended)))
+    with replacing(str(Path(folder, str(number)))) as file:  # it may be killed meanwhile
+        file.write(pickle.dumps(tuple(ended)))
 
 
 if __name__ == "__main__":
