@@ -41,6 +41,16 @@ BEGUN = "all owners have begun"  # a topic
 Left = tuple[int, list[int]]  # of a key, the owner that has what all begin with, and how many pushes of each worker
 
 
+def chosen(counts: Sequence[Sequence[tuple[Key, list[int], bool]]]) -> dict[Key, Left]:
+    """Which owner's values all begin with. counts: see `OwnedKeys.counts`. Pure."""
+    best: dict[Key, Left] = {}
+    for owner, counted in enumerate(counts):
+        for key, seen, answers in counted:
+            if key not in best or answers:  # so that no value that was pulled goes back
+                best[key] = owner, seen
+    return best
+
+
 class ContinuedPushes(KeptPushes):
     def __init__(self, session: ContinuedSession) -> None:
         super().__init__(session)
@@ -75,7 +85,8 @@ class ContinuedPushes(KeptPushes):
         if now.session.rank == 0:
             self._send_states({key: found["state"] for key, found in held.items() if found["state"] is not None})
         for push in self._open.values():
-            push.found = now.number, self._is_in(push, last, left)
+            seen = left[push.info.key][1] if push.info.key in left else None
+            push.found = now.number, push.is_in(last, None if seen is None else seen[self._ranks[last]])
         now.session.agree(BEGUN, None, RECOVERY)
         self._last, self._ranks = now.number, {now.number: now.session.rank}
         self._begin(new)
@@ -88,12 +99,8 @@ class ContinuedPushes(KeptPushes):
         """
 
         def choose() -> list[Any]:
-            best: dict[Key, Left] = {}
             last, counts = self.session.now.strategy.owners.counts(max(one["last"] for one in reports), RECOVERY)
-            for owner, counted in enumerate(counts):
-                for key, seen, answers in counted:
-                    if key not in best or answers:  # so that no value that was pulled goes back
-                        best[key] = owner, seen
+            best = chosen(counts)
             early = {key: i for i, report in enumerate(reports) for key, *_, is_early in report["keys"] if is_early}
             for key, *_ in (one for report in reports for one in report["keys"] if not one[-1]):
                 early.pop(key, None)  # its owners had it
@@ -143,13 +150,6 @@ class ContinuedPushes(KeptPushes):
             StatesFile(entries, {"optimizers": [[key, ""] for key in states], "configs": []})
         )
         now.strategy.owners.settle(RECOVERY)
-
-    def _is_in(self, push: KeptPush, last: int, left: Mapping[Key, Left]) -> bool:
-        """Whether what all begin with has a push of this worker. Local."""
-        if push.sent is None or push.sent[0] != last:
-            return push.found == (last, True)
-        found = left.get(push.info.key)
-        return found is not None and found[1][self._ranks[last]] >= push.sent[1]
 
     def _begin(self, new: Sequence[NewKey]) -> None:
         """Begin in this generation, which counts from now on: push what is missing. Blocks."""

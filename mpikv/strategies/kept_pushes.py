@@ -52,6 +52,15 @@ class KeptPush:
         self.found: tuple[int, bool] | None = None
         self.done = False
 
+    def is_in(self, last: int, applied: int | None) -> bool:
+        """Whether survivors begin with it, who go on from what generation `last` has left. Pure.
+
+        applied: how many of this worker's pushes of the key are in that; None: there is no such key.
+        """
+        if self.sent is None or self.sent[0] != last:
+            return self.found == (last, True)
+        return applied is not None and applied >= self.sent[1]
+
 
 class Pulls:
     """The pulls of one call, which are made anew in another generation as far as they have not ended.
