@@ -185,12 +185,6 @@ class ContinuedPushes(KeptPushes):
         self.finish(LOAD)
         return self.session.now.strategy.load_states(read)  # type: ignore[no-any-return]
 
-    def codec_states(self, call: str) -> list[StateRecord]:
-        return self.again(lambda: self.session.now.strategy.codec_states(call))
-
-    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
-        self.session.now.strategy.take_codec_states(parts)
-
     def close(self) -> None:
         self.finish("close")
         super().close()
