@@ -328,6 +328,10 @@ def fatal(error: BaseException) -> None:
         present.tell(error)
 
 
+def _mpi() -> Any:
+    return sys.modules["mpi4py.MPI"]
+
+
 def is_running() -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())
@@ -335,11 +339,11 @@ def is_running() -> bool:
 
 def _is_last() -> bool:
     """Whether all other ranks have died: then Open MPI 5.0.11 ends with status 0 after MPI_Abort, whatever it was."""
-    mpi = sys.modules["mpi4py.MPI"]
-    if mpi.Is_finalized() or library.describe().fault_tolerance != "on":
+    if _mpi().Is_finalized() or library.describe().fault_tolerance != "on":
         return False
-    n_failed: int = mpi.COMM_WORLD.Get_failed().Get_size()
-    return n_failed > 0 and n_failed == mpi.COMM_WORLD.Get_size() - 1
+    world = _mpi().COMM_WORLD
+    n_failed: int = world.Get_failed().Get_size()
+    return n_failed > 0 and n_failed == world.Get_size() - 1
 
 
 def abort(status: int, *, quietly: bool = False) -> None:
@@ -348,11 +352,6 @@ def abort(status: int, *, quietly: bool = False) -> None:
     by_exit = quietly and launcher.ends_jobs()
     if not is_running():
         unmet.end_job(status, by_exit=by_exit)
-    elif (
-        not by_exit
-        and not _is_last()
-        and not (quietly and unmet.tell_hydra(status))
-        and not sys.modules["mpi4py.MPI"].Is_finalized()
-    ):
-        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
+    elif not (by_exit or _is_last() or (quietly and unmet.tell_hydra(status)) or _mpi().Is_finalized()):
+        _mpi().COMM_WORLD.Abort(status)
     os._exit(status)
