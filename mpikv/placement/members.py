@@ -74,6 +74,10 @@ class Members:
         """Whether each key is at two owners that both get all pushes, so that one of them may die."""
         return self.keeps and len(self.owners) > 1
 
+    def owners_from(self, first: int) -> tuple[int, ...]:
+        """Of a key that is whole at this owner, all of them."""
+        return (first, (first + 1) % len(self.owners)) if self.has_seconds else (first,)
+
     @cached_property
     def owner_labels(self) -> list[str]:
         """How errors name the owners: workers, or servers of their own or inside of workers."""

@@ -84,7 +84,7 @@ def _partition_elems(members: Members, info: KeyInfo, n_elems: int, wire: Wire) 
 
 def at_one(members: Members, info: KeyInfo, owner: int, partition_elems: int, begin: int = 0) -> Placement:
     second = members.has_seconds and info.n_elems > 0
-    owners = (owner, (owner + 1) % len(members.owners)) if second else (owner,)
+    owners = members.owners_from(owner) if second else (owner,)
     span = begin, info.n_elems
     return Placement("owners", owners, span, partition_elems, replicated=second, first_answers=second)
 

@@ -86,8 +86,6 @@ def _device_bounds(info: KeyInfo, size: int) -> tuple[int, ...]:
 
 def place_rows(members: Members, info: KeyInfo) -> ShardPlan:
     """The rows `[begin, end)` of each owner of a row-sparse key. Where it has a second one, both have all rows."""
-    n_owners = len(members.owners)
     if members.has_seconds and info.shape[0]:
-        first = info.id % members.n_first
-        return tuple(Shard((first + i) % n_owners, 0, info.shape[0]) for i in range(2))
-    return plan_of_bounds(even_bounds(info.shape[0], n_owners))
+        return tuple(Shard(owner, 0, info.shape[0]) for owner in members.owners_from(info.id % members.n_first))
+    return plan_of_bounds(even_bounds(info.shape[0], len(members.owners)))

@@ -11,16 +11,13 @@ become a worker gets everything.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 import numpy as np
 
-from mpikv.arrays.as_numpy import HostArray, dtype_of
-from mpikv.arrays.row_sparse import RowSparse
+from mpikv.arrays.as_numpy import HostArray
 from mpikv.optimizers import archive
 from mpikv.optimizers.states import StateRecord, on_host
 from mpikv.optimizers.states_file import KIND, InMemory, load_states, packed
@@ -58,13 +55,9 @@ class ContinuedStrategy(KeptRounds):
         return {"keys": [] if self.session.admission.is_new else keys, "attributes": self._before.told()}
 
     def catch_up(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        now, spaces, admission = self.session.now, self.session.spaces, self.session.admission
+        now, admission = self.session.now, self.session.admission
         keys = {key: rest for report in reports for key, *rest in report["keys"]}
-        new = []
-        for key, (shape, name, space, sparse, _) in keys.items():
-            dtype = dtype_of(name)
-            value = RowSparse.zeros(shape, dtype) if sparse else spaces.by_name(space).zeros(math.prod(shape), dtype)
-            new.append(NewKey(key, tuple(shape), value, space, sparse))
+        new = [self._anew(key, described) for key, described in keys.items()]
         if new:
             now.strategy.init(new)  # in the same order everywhere
         if admission.is_new:
@@ -86,13 +79,7 @@ class ContinuedStrategy(KeptRounds):
             self._give(
                 {new.key: new for new in new}, [key for key, worker in giving.items() if worker == now.session.rank]
             )
-        rounds = {key: self._open.get(key) for key in self._known}
-        owed = [self._encodes.owed(key) if round_ is None else round_.owed for key, round_ in rounds.items()]
-        now.strategy.take_codec_states([*itertools.chain(*owed)])
-        self._encodes = now.strategy
-        for round_ in tuple(self._open.values()):
-            with self.session.attributes.pushed_under(self.session.slot_of(round_.info), round_.attributes):
-                self._send([round_])
+        self._push_again()
 
     def _give(self, keys: Mapping[Key, NewKey], mine: Sequence[Key]) -> None:
         """Give the others the values and states of these keys, and take those that this worker lacks. Collective."""

@@ -14,15 +14,10 @@ Cost: the keys and states once to worker 0, and from there to two owners each.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from mpikv.arrays.as_numpy import dtype_of
-from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
 from mpikv.errors import PeerError
 from mpikv.optimizers import archive
@@ -34,7 +29,7 @@ from mpikv.session.continued import RECOVERY, ContinuedSession
 from mpikv.strategies.base import Loaded, Read
 from mpikv.strategies.continued import ContinuedStrategy
 from mpikv.strategies.kept_keys import SET, KeptKeys
-from mpikv.strategies.kept_pushes import KeptPush, KeptPushes
+from mpikv.strategies.kept_pushes import KeptPushes
 from mpikv.strategies.states import LOAD
 
 BEGUN = "all owners have begun"  # a topic
@@ -77,7 +72,7 @@ class ContinuedPushes(KeptPushes):
             for key, (owner, _) in left.items():
                 by_owner.setdefault(owner, []).append(key)
             held |= now.strategy.owners.held(last, by_owner, RECOVERY)
-        new = [self._new(held.get(key), key, described) for key, described in keys.items()]
+        new = [self._anew(key, of_key, held[key]["value"] if key in held else None) for key, of_key in keys.items()]
         if new:
             now.strategy.init(new)  # in the same order everywhere
         for served in self._served[: max(report["ended"].get(SET, 0) for report in reports)]:
@@ -129,18 +124,6 @@ class ContinuedPushes(KeptPushes):
         found = [one for share in gathered for one in archive.from_bytes(share, KIND, RECOVERY)["lent"]]
         return {key: {"value": value, "state": None} for key, value in found}
 
-    def _new(self, held: Mapping[str, Any] | None, key: Key, described: Sequence[Any]) -> NewKey:
-        """A key, to be initialised anew. held: what all begin with, at worker 0."""
-        shape, name, space, sparse, _ = described
-        dtype, value = dtype_of(name), None if held is None else held["value"]
-        if sparse:
-            ids, rows = (np.empty(0, np.int64), np.empty(0, dtype)) if value is None else value
-            first: Any = RowSparse(ids, rows.reshape(len(ids), *shape[1:]), tuple(shape))
-        else:
-            of_key = self.session.spaces.by_name(space)
-            first = of_key.zeros(math.prod(shape), dtype) if value is None else of_key.from_host(value)
-        return NewKey(key, tuple(shape), first, space, sparse)
-
     def _send_states(self, states: Mapping[Key, Any]) -> None:
         """Give owners the states of keys, and wait until they have these and the values. At worker 0; blocks."""
         now = self.session.now
@@ -164,15 +147,7 @@ class ContinuedPushes(KeptPushes):
             for push in tuple(self._open.values()):
                 if push.found == (now.number, True):
                     self._end(push)
-        owed = (self._encodes.owed(key) if push is None else push.owed for key, push in self._by_key().items())
-        now.strategy.take_codec_states([*itertools.chain(*owed)])
-        self._encodes = now.strategy
-        for push in tuple(self._open.values()):
-            with self.session.attributes.pushed_under(self.session.slot_of(push.info), push.attributes):
-                self._send([push])
-
-    def _by_key(self) -> dict[Key, KeptPush | None]:
-        return {key: self._open.get(key) for key in self._known}
+        self._push_again()
 
     # --- states
 

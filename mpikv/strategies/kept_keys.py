@@ -1,4 +1,4 @@
-"""The keys and optimizers of a store that goes on after deaths, which outlive its generations.
+"""What outlives the generations of a store that goes on after deaths: keys, optimizers, and pushes under way.
 
 What is pushed and pulled, and what becomes of it when a rank dies, is in kept_rounds.py and continued.py for
 synchronous stores, and in kept_pushes.py and continued_pushes.py for asynchronous ones.
@@ -6,16 +6,25 @@ synchronous stores, and in kept_pushes.py and continued_pushes.py for asynchrono
 
 from __future__ import annotations
 
+import itertools
+import math
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import cloudpickle
+import numpy as np
 
+from mpikv.arrays.as_numpy import dtype_of
 from mpikv.arrays.reductions import SUM, Reduction
+from mpikv.arrays.row_sparse import RowSparse
 from mpikv.common.checks import shown
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
+from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.states import StateRecord
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import AttributeLog
 from mpikv.session.base import NewKey, Pending
@@ -43,6 +52,19 @@ class Served(NamedTuple):
     as_set: Optimizer
     keys: Sequence[Key] | None
     applied: bool
+
+
+class KeptTotal:
+    """What this worker has pushed of a key, as long as a death may undo it.
+
+    attributes: of the key's optimizer then. owed: what this worker's codec held before it.
+    """
+
+    def __init__(
+        self, info: KeyInfo, total: Any, attributes: Mapping[str, Any] | None, owed: Sequence[StateRecord]
+    ) -> None:
+        self.info, self.total, self.attributes, self.owed = info, total, attributes, owed
+        self.done = False
 
 
 class Transfer:
@@ -81,17 +103,47 @@ class KeptKeys(Strategy):
         self._served: list[Served] = []
         self._before = session.attributes  # the log of the generation that has ended
         self._encodes = session.now.strategy  # of the last generation that has got what this worker's codecs hold
+        self._open: dict[Key, Any] = {}  # each a `KeptTotal`
+        self._lock = threading.RLock()
 
     @abstractmethod
     def start(self, entries: Sequence[Entry], op: Reduction, priority: int, *, waits: bool) -> list[Pending]:
         """Push and pull. Blocks as long as what this worker has pushed before is not safe from a death."""
 
     @abstractmethod
-    def finish(self, call: str) -> None:
-        """Wait until what this worker has pushed is safe from a death. Blocks."""
+    def _send(self, kept: Sequence[Any], priority: int = 0) -> None:
+        """Push these in the present generation, under what is set now."""
+
+    @abstractmethod
+    def under_way(self, kept: Any) -> Pending | None:
+        """What a push waits for before no death can undo it; None: none can. Raises its error."""
 
     def prepare(self, entries: Sequence[Entry], op: Reduction = SUM, *, waits: bool = False) -> PreparedCall:
         return ContinuedCall(self, entries, op, waits=waits)
+
+    def finish(self, call: str) -> None:
+        """Wait until no death can undo what this worker has pushed. Blocks."""
+        for kept in tuple(self._open.values()):
+            self._wait(kept, call)
+
+    def _wait(self, kept: KeptTotal, call: str) -> None:
+        self.session.wait(Pending(Transfer(self, partial(self.under_way, kept)), Waiting(call, kept.info.key)))
+
+    def _wait_for_earlier(self, entries: Sequence[Entry]) -> None:
+        """A worker has one push of a key under way. Blocks."""
+        for entry in entries:
+            if entry.total is not None and (before := self._open.get(entry.info.key)) is not None:
+                self._wait(before, "push")
+
+    def _push_again(self) -> None:
+        """Push in the present generation what is open, with codecs as they were before it. Blocks."""
+        now, of_keys = self.session.now, {key: self._open.get(key) for key in self._known}
+        owed = [self._encodes.owed(key) if kept is None else kept.owed for key, kept in of_keys.items()]
+        now.strategy.take_codec_states([*itertools.chain(*owed)])
+        self._encodes = now.strategy
+        for kept in tuple(self._open.values()):
+            with self.session.attributes.pushed_under(self.session.slot_of(kept.info), kept.attributes):
+                self._send([kept])
 
     # --- keys
 
@@ -145,6 +197,17 @@ class KeptKeys(Strategy):
         """The keys that this worker knows, as JSON, to be initialised anew."""
         known = self._known.values()
         return [[info.key, list(info.shape), str(info.dtype), info.space, info.sparse] for info in known]
+
+    def _anew(self, key: Key, described: Sequence[Any], value: Any = None) -> NewKey:
+        """A key of `_described`, with this first value: in host memory, or ids and rows; None: zeros."""
+        shape, name, space, sparse = described[:4]
+        dtype, of_key = dtype_of(name), self.session.spaces.by_name(space)
+        if sparse:
+            ids, rows = (np.empty(0, np.int64), np.empty(0, dtype)) if value is None else value
+            first: Any = RowSparse(ids, rows.reshape(len(ids), *shape[1:]), tuple(shape))
+        else:
+            first = of_key.zeros(math.prod(shape), dtype) if value is None else of_key.from_host(value)
+        return NewKey(key, tuple(shape), first, space, sparse)
 
     # --- optimizers
 

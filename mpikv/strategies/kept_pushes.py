@@ -12,7 +12,7 @@ message more to each owner, and its answer, for all keys of a call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,33 +24,26 @@ from mpikv.arrays.row_ids import Ids
 from mpikv.arrays.row_sparse import RowSparse
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import DEFAULT_SLOT
-from mpikv.optimizers.states import StateRecord
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import AttributeLog
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.continued import ContinuedSession
 from mpikv.strategies.base import Entry, SparseKeys
 from mpikv.strategies.continued_rows import all_of
-from mpikv.strategies.kept_keys import KeptKeys, Served, Transfer
+from mpikv.strategies.kept_keys import KeptKeys, KeptTotal, Served, Transfer
 from mpikv.strategies.sparse import check_updated
 
-CALL = "push"
 
-
-class KeptPush:
+class KeptPush(KeptTotal):
     """A push that has not been said to be applied.
 
-    attributes: of the key's optimizer, when it was made. owed: what this worker's codec held before it. sent: in which
-    generation, and as which push of the key. applied: what ends when its owners have applied it. found: in which
-    generation survivors have begun with it, or without.
+    sent: in which generation, and as which push of the key. applied: what ends when its owners have applied it. found:
+    in which generation survivors have begun with it, or without.
     """
 
-    def __init__(self, entry: Entry, attributes: Mapping[str, Any] | None, owed: Sequence[StateRecord]) -> None:
-        self.info, self.total, self.attributes, self.owed = entry.info, entry.total, attributes, owed
-        self.sent: tuple[int, int] | None = None
-        self.applied: Sequence[Pending] | None = None
-        self.found: tuple[int, bool] | None = None
-        self.done = False
+    sent: tuple[int, int] | None = None
+    applied: Sequence[Pending] | None = None
+    found: tuple[int, bool] | None = None
 
     def is_in(self, last: int, applied: int | None) -> bool:
         """Whether survivors begin with it, who go on from what generation `last` has left. Pure.
@@ -90,12 +83,11 @@ class Pulls:
 
 class KeptPushes(KeptKeys):
     rows: KeptRows
+    _open: dict[Key, KeptPush]
 
     def __init__(self, session: ContinuedSession) -> None:
         super().__init__(session)
         self.rows = KeptRows(self)
-        self._open: dict[Key, KeptPush] = {}
-        self._lock = threading.RLock()
 
     def _fetch(self, keys: Sequence[NewKey]) -> None:
         now = self.session.now
@@ -113,8 +105,7 @@ class KeptPushes(KeptKeys):
         pushed = [entry for entry in entries if entry.total is not None]
         for entry in pushed:
             check_updated(self.session, entry.info)
-            if (before := self._open.get(entry.info.key)) is not None:
-                self._wait(before, CALL)
+        self._wait_for_earlier(pushed)
         if pushed:
             self._push([self._opened(entry) for entry in pushed], priority)
         pulled = [entry for entry in entries if entry.sink is not None]
@@ -139,7 +130,8 @@ class KeptPushes(KeptKeys):
         ]
 
     def _opened(self, entry: Entry) -> KeptPush:
-        push = KeptPush(entry, self._attributes(entry.info), self._encodes.owed(entry.info.key))
+        info = entry.info
+        push = KeptPush(info, entry.total, self._attributes(info), self._encodes.owed(info.key))
         with self._lock:
             self._open[entry.info.key] = push
         return push
@@ -154,7 +146,6 @@ class KeptPushes(KeptKeys):
             raise
 
     def _send(self, pushes: Sequence[KeptPush], priority: int = 0) -> None:
-        """Send pushes to the owners of the present generation, under what is set now."""
         if not pushes:
             return
         now = self.session.now
@@ -171,8 +162,7 @@ class KeptPushes(KeptKeys):
         for one in pushes:
             one.applied = applied
 
-    def not_applied(self, push: KeptPush) -> Pending | None:
-        """What a push waits for; None: its owners have applied it. Raises its error."""
+    def under_way(self, push: KeptPush) -> Pending | None:
         with self._lock:
             if push.done:
                 return None
@@ -188,13 +178,6 @@ class KeptPushes(KeptKeys):
             push.done = True
             if self._open.get(push.info.key) is push:
                 del self._open[push.info.key]
-
-    def _wait(self, push: KeptPush, call: str) -> None:
-        self.session.wait(Pending(Transfer(self, partial(self.not_applied, push)), Waiting(call, push.info.key)))
-
-    def finish(self, call: str) -> None:
-        for push in tuple(self._open.values()):
-            self._wait(push, call)
 
     # --- optimizers
 

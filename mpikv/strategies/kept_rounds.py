@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from mpikv.arrays.as_numpy import sum_dtype
 from mpikv.arrays.reductions import Reduction
@@ -28,7 +26,6 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, KEPT_ATTRIBUTES, Owner
 from mpikv.optimizers.row_table import RowTable
-from mpikv.optimizers.states import StateRecord
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import FACTOR, AttributeLog
 from mpikv.placement.recovery import Rounds
@@ -37,38 +34,26 @@ from mpikv.session.continued import ContinuedSession
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.base import Entry, Sink
 from mpikv.strategies.continued_rows import ContinuedRows, added, rows_of
-from mpikv.strategies.kept_keys import KeptKeys, Served, Transfer, pickled_copy
+from mpikv.strategies.kept_keys import KeptKeys, KeptTotal, Served, Transfer, pickled_copy
 from mpikv.strategies.local import LocalStrategy
 
 
-class KeptRound:
-    """A round that this worker has opened: what it brings to it, and where the sum comes.
+class KeptRound(KeptTotal):
+    """A round that this worker has opened. weights: see `Strategy`. sinks: where its value goes."""
 
-    attributes: of the key's optimizer, when it was pushed. weights: see `Strategy`. owed: what this worker's codec held
-    before it. sinks: where its value goes.
-    """
-
-    def __init__(
-        self,
-        info: KeyInfo,
-        total: SpaceArray,
-        op: Reduction,
-        attributes: Mapping[str, Any] | None,
-        weights: Sequence[float] | None,
-    ) -> None:
-        self.info, self.total, self.op, self.attributes, self.weights = info, total, op, attributes, weights
-        self.sum: SpaceArray
-        self.rows: Callable[[], RowSparse]  # of a row-sparse key: gives the sum, once it has come
-        self.owed: Sequence[StateRecord]
-        self.transfer: Pending | None = None  # in the present generation; None: it has none yet, or the caller waits
-        self.sinks: list[Sink] = []
-        self.done = False
+    op: Reduction
+    weights: Sequence[float] | None
+    sum: SpaceArray
+    rows: Callable[[], RowSparse]  # of a row-sparse key: gives the sum, once it has come
+    transfer: Pending | None = None  # in the present generation; None: it has none yet, or the caller waits
+    sinks: list[Sink]
 
 
 class KeptRounds(KeptKeys, LocalStrategy):
     """A local strategy, whose pushes are sums over the workers."""
 
     rows: ContinuedRows
+    _open: dict[Key, KeptRound]
 
     def __init__(self, session: ContinuedSession) -> None:
         LocalStrategy.__init__(self, session)
@@ -77,12 +62,10 @@ class KeptRounds(KeptKeys, LocalStrategy):
         self.rows = ContinuedRows(self, self._owner)
         self._tables = self.rows.tables
         self._rounds: dict[Key, Rounds] = {}
-        self._open: dict[Key, KeptRound] = {}
         self._contributors: dict[Key, Sequence[int]] = {}  # of the last round that is complete
         self._given: set[tuple[Key, ...]] = set()  # keys whose optimizers this worker's program has yet to set
         self._numbers: dict[tuple[int, str], int] = {}  # of attributes, by slot and text
         self._next_number = itertools.count(1)
-        self._lock = threading.RLock()
 
     # --- keys
 
@@ -134,9 +117,7 @@ class KeptRounds(KeptKeys, LocalStrategy):
                 "Snapshots, before the first step"
             )
         self.fetch_early(entries)
-        for entry in entries:
-            if entry.total is not None and (before := self._open.get(entry.info.key)) is not None:
-                self._wait(before, "push")
+        self._wait_for_earlier(entries)
         opened = [self._opened(entry, op) for entry in entries if entry.total is not None]
         self.again(
             lambda: self._send([one for one in opened if not one.done and one.transfer is None], priority, waits=waits)
@@ -162,15 +143,15 @@ class KeptRounds(KeptKeys, LocalStrategy):
         assert total is not None
         slot = self.session.slot_of(info)
         of_slot, weights = self.weights or (slot, None)
-        round_ = KeptRound(info, total, op, self._attributes(info), weights if of_slot == slot else None)
-        round_.owed = self._encodes.owed(info.key)
+        round_ = KeptRound(info, total, self._attributes(info), self._encodes.owed(info.key))
+        round_.op, round_.weights, round_.sinks = op, weights if of_slot == slot else None, []
         with self._lock:
             self._rounds[info.key].begin()
             self._open[info.key] = round_
         return round_
 
     def _send(self, rounds: Sequence[KeptRound], priority: int = 0, *, waits: bool = False) -> None:
-        """Let the present generation add what is brought to these rounds, all under what is set now."""
+        """Let the present generation add what is brought to these rounds."""
         if not rounds:
             return
         now, entries = self.session.now, []
@@ -193,7 +174,6 @@ class KeptRounds(KeptKeys, LocalStrategy):
             one.transfer = transfer
 
     def under_way(self, round_: KeptRound) -> Pending | None:
-        """What a round waits for; None: it is done. Raises its error."""
         with self._lock:
             if round_.done:
                 return None
@@ -217,14 +197,6 @@ class KeptRounds(KeptKeys, LocalStrategy):
                 self._owner.apply(info, self._stored[info.id], total, self._number(round_))
             self._rounds[info.key].complete()
             self._end(round_)
-
-    def finish(self, call: str) -> None:
-        """Wait until the rounds that this worker has opened are done. Blocks."""
-        for round_ in tuple(self._open.values()):
-            self._wait(round_, call)
-
-    def _wait(self, round_: KeptRound, call: str) -> None:
-        self.session.wait(Pending(Transfer(self, partial(self.under_way, round_)), Waiting(call, round_.info.key)))
 
     def _end(self, round_: KeptRound) -> None:
         round_.done = True

@@ -19,11 +19,10 @@ import pytest
 
 from mpikv.placement.keys import KeyInfo
 from mpikv.server.kept import Held, Kept
-from mpikv.strategies.base import Entry
 from mpikv.strategies.continued_pushes import chosen
 from mpikv.strategies.kept_pushes import KeptPush
 
-ENTRY = Entry(KeyInfo("w", 0, (1,), np.dtype("f4")), None, None)
+INFO = KeyInfo("w", 0, (1,), np.dtype("f4"))
 
 
 @dataclass
@@ -122,7 +121,7 @@ class Model:
 
     def pushes(self, number: int) -> None:
         rank = self.ranks[number]
-        rank.push = KeptPush(ENTRY, None, ())
+        rank.push = KeptPush(INFO, None, None, ())
         self.send(rank)
 
     def send(self, rank: Rank) -> None:
