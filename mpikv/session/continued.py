@@ -15,6 +15,7 @@ Cost: of a call without keys one agreement more; of a push nothing.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -231,6 +232,7 @@ class ContinuedSession(Session):
             except Exception as error:
                 if not self.survivors.is_death(error):
                     raise
+            gc.collect()
 
     def recover(self, number: int, *, admits: bool = False) -> None:
         """Go on from generation `number` to the next, unless another thread has done so. Collective, blocks.
@@ -242,20 +244,24 @@ class ContinuedSession(Session):
                 return
             if admits:
                 self.survivors.is_ready(admits=True)
-            self.keeper.settle()
-            before = self.now.session
-            with before.activity.during("a recovery"):
-                while True:
-                    self.now.session.give_up()
-                    self.now = self._regrouped()
-                    try:
-                        self._begin(before)
-                        break
-                    except Exception as error:
-                        if not self.survivors.is_death(error):
-                            raise
+            self._go_on()
+            gc.collect()  # all of a generation refers to itself, and so keeps memory of the size of the values
         for call in tuple(self.on_change):
             call()
+
+    def _go_on(self) -> None:
+        self.keeper.settle()
+        before = self.now.session
+        with before.activity.during("a recovery"):
+            while True:
+                self.now.session.give_up()
+                self.now = self._regrouped()
+                try:
+                    self._begin(before)
+                    return
+                except Exception as error:
+                    if not self.survivors.is_death(error):
+                        raise
 
     def _begin(self, before: Workers) -> None:
         """Bring the generation that has begun to where the last one was."""
