@@ -21,7 +21,6 @@ from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import Place, records_from_bytes, records_to_bytes
 from mpikv.placement.keys import Key
 from mpikv.session.base import Session
-from mpikv.session.workers import Workers
 from mpikv.strategies.base import Strategy
 
 RESIDUAL = "residual"
@@ -35,7 +34,7 @@ def compresses(session: Session, keys: Iterable[Key] | None = None) -> bool:
 
 def own(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] | None = None) -> list[StateRecord]:
     """The states of this worker's codecs of `keys` (None: of all). Collective if any is encoded."""
-    if not isinstance(session, Workers) or not compresses(session, keys):
+    if not compresses(session, keys):
         return []
     found = (part for part in strategy.codec_states(call) if keys is None or part.key in keys)
     return [part._replace(worker=session.rank) for part in found]
@@ -55,7 +54,7 @@ def check(saved: Iterable[StateRecord], path: Place) -> None:
 
 def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[StateRecord]) -> None:
     """Replace the states of all workers' codecs by those saved, at worker 0. Collective if any key is encoded."""
-    if not isinstance(session, Workers) or not compresses(session):
+    if not compresses(session):
         return
     parts = None
     if session.rank == 0:

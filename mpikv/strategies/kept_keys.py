@@ -189,7 +189,7 @@ class KeptKeys(Strategy):
             self.again(lambda: self._fetch([self._early[key] for key in keys if key in self._early]))
 
     def _add(self, new: NewKey) -> None:
-        info = KeyInfo(new.key, len(self._known), new.shape, new.value.dtype, space=new.space, sparse=new.sparse)
+        info = self.session.now.session.infos[new.key]._replace(id=len(self._known))
         self.session.any_sparse |= new.sparse
         self._known[new.key], self._early[new.key] = info, new
 
@@ -243,6 +243,13 @@ class KeptKeys(Strategy):
         return None if served is None else served.optimizer.attributes()
 
     # --- the rest
+
+    def codec_states(self, call: str) -> list[StateRecord]:
+        self.finish(call)
+        return [*itertools.chain(*map(self._encodes.owed, self._known))]
+
+    def take_codec_states(self, parts: Sequence[StateRecord]) -> None:
+        self._encodes.take_codec_states(parts)
 
     def ask_servers(self, request: bytes, number: int | None = None) -> list[bytes]:
         return self.session.now.strategy.ask_servers(request, number)  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ from mpikv.optimizers.states import StateRecord
 from mpikv.optimizers.states_file import load_states
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.codec_states import shares
+from mpikv.transports.faulty import Deaths, Faults
 
 REST = {"type": "2bit", "threshold": 2.0, "force": True}
 SIZES = (1, 9, 67)
@@ -239,3 +240,35 @@ def test_what_another_codec_remembered() -> None:
     assert {name: value.tolist() for name, value in found.items()} == {"residual": owes.tolist()}
     bare = registry.create({"type": "fp16", "error_feedback": False})
     assert cut_anew(bare, {(0, 4): {"residual": owes}}, [(0, 4)]) == {(0, 4): {}}
+
+
+GOING_ON = Mode("dist_sync", 3, 0, "owners", memory="off"), Mode("dist_sync", 3, 1), Mode("dist_async", 3, 2)
+
+
+@on(*GOING_ON)
+def test_stores_that_go_on_after_a_death(mode: Mode, tmp_path: Path) -> None:
+    """Without one they owe after reading what they owed before; after it, equal parts of what all had owed."""
+    path, deaths, before = tmp_path / "states", Deaths(), {}
+
+    def body(store: Any) -> None:
+        me = store.rank
+        store.set_gradient_compression(REST)
+        save(store, path, 3)
+        before[me] = owed(store)
+        assert any(one.any() for one in before[me])
+        push_rounds(store, range(1))
+        store.load_optimizer_states(path)
+        assert [one.tobytes() for one in owed(store)] == [one.tobytes() for one in before[me]]
+        store.barrier()
+        if me == 2:
+            deaths.die_in(store.session.members.workers[2], 1)
+        push_rounds(store, range(1))
+        store.barrier()
+        assert store.num_workers == 2
+        store.load_optimizer_states(path)
+        for i, mine in enumerate(owed(store)):
+            together = sum(of_worker[i].astype(np.float64) for of_worker in before.values())
+            assert np.array_equal(mine, (together / 2).astype(np.float32))
+
+    results = mode.run_continued(body, deaths, Faults)
+    assert len(results) == 3
