@@ -76,13 +76,10 @@ class Gradients:
         self.parameters = [parameter for _, parameter in named]
         self.forms: list[Form] = [form_of(*one, self._store) for one in named]
         session = self._store.session
-        self._continues: bool = session.continues
-        # Where workers may die their number is known when a sum is there: it is divided by that then.
-        self._averages = average and self._continues
-        self.scale = 1 / self._store.num_workers if average and not self._continues else 1.0
+        self._averages = average
         # By their numbers at the start, where some may be gone.
-        self._me = session.number if self._continues else self._store.rank
-        self._places = session.at_start if self._continues else self._store.num_workers
+        self._me, self._places = session.number, session.at_start
+        self.scale = 1 / self._places if average else 1.0
         self.source = 0
         self.views_as_grads = views_as_grads
         self._bucket_bytes = bucket_bytes
@@ -217,8 +214,9 @@ class Gradients:
                 self._check(outcome, settings)
             if not failed:
                 self._exchange_new(outcome.trained)
+                self._keep_unused(outcome)
                 if self._averages:
-                    self._divide()
+                    self._correct_means()
                 self._deliver_all(outcome, mine, of_source=self.source in there)
                 if self.source not in there:  # it has died, and another one's buffers come from the next round on
                     self.source = min(there)
@@ -228,33 +226,34 @@ class Gradients:
 
     def _contributors(self, bucket: GradientBucket) -> Sequence[int]:
         """The workers in the last sum of a bucket, by their numbers at the start."""
-        return self._store.strategy.contributors(bucket.key) if self._continues else range(self._places)
+        return self._store.strategy.contributors(bucket.key) or range(self._places)
 
-    def _divide(self) -> None:
-        """Make means of the sums, each of those workers that are in it."""
+    def _correct_means(self) -> None:
+        """Where workers have died, make means over those that are in each sum: it was divided for all at the start."""
         for bucket in self._buckets:
-            if bucket.sent:
-                factor = 1 / len(self._contributors(bucket))
+            if bucket.sent and (n_there := len(self._contributors(bucket))) != self._places:
                 for view in bucket.views.values():
-                    view.tensor.mul_(factor)
+                    view.tensor.mul_(self._places / n_there)
 
-    def _deliver_all(self, outcome: RoundOutcome, mine: bool, *, of_source: bool) -> None:
-        """of_source: whether the buffers are there, whose worker may have died."""
-        assert self._tail_bucket is not None
+    def _keep_unused(self, outcome: RoundOutcome) -> None:
         taken = outcome.used & outcome.trained
-        copies: dict[GradientBucket, torch.Tensor] = {}
-        for i in np.flatnonzero(taken).tolist():
-            self._views[i].deliver(copies)
         for bucket in self._buckets:
             if bucket.sent and bucket.compressed:
                 for i, view in bucket.views.items():
                     if not taken[i]:
                         self._unused.keep(i, view.tensor, first=self._store.rank == 0)
+
+    def _deliver_all(self, outcome: RoundOutcome, mine: bool, *, of_source: bool) -> None:
+        """of_source: whether the buffers are there, whose worker may have died."""
+        assert self._tail_bucket is not None
+        copies: dict[GradientBucket, torch.Tensor] = {}
+        for i in np.flatnonzero(outcome.used & outcome.trained).tolist():
+            self._views[i].deliver(copies)
         if self._buffers is not None:
             if not mine and of_source:
                 self._buffers.deliver(self._tail.buffers(self._tail_bucket.tail))
             if outcome.more_buffers:
-                self._buffers.broadcast_others(0 if self._continues else self.source)
+                self._buffers.broadcast_others(0 if self._store.session.continues else self.source)
 
     @property
     def agreed(self) -> list[Any] | None:

@@ -51,11 +51,10 @@ class Shares:
         self._key = key
         self._devices = devices
         self._optimizer = optimizer
-        self._rank, self._workers = (0, 1) if store is None else (store.rank, store.num_workers)
+        # Workers have columns, and weights, by their numbers at the start.
+        self._rank, self._workers = (0, 1) if store is None else (store.session.number, store.session.at_start)
         # In an asynchronous store each gradient is applied by itself, whoever has died.
         self._continues = store is not None and store.session.continues and store.session.synchronous
-        if store is not None and self._continues:  # workers have columns, and weights, by their numbers at the start
-            self._rank, self._workers = store.session.number, store.session.at_start
         self._array: HostArray | None = None
         self.joined = False
 

@@ -18,6 +18,7 @@ from torch_on_gpu import OnGpus  # noqa: E402
 import mpikv.torch as mt  # noqa: E402
 from mpikv import Trainer, optimizers  # noqa: E402
 from mpikv.errors import ConfigError  # noqa: E402
+from mpikv.transports.faulty import Deaths, Faults  # noqa: E402
 
 MODES = (nets.HERE, Mode("dist_sync", 2, 1, hosts="abc"), Mode("dist_sync", 3, hosts="abc"))
 MODES += (OnGpus("dist_sync_device", 2, 1, device="host", hosts="abc"),)
@@ -76,6 +77,27 @@ def test_what_was_sent_of_parameters_that_nobody_used_comes_again(store: Any) ->
             assert net.b.grad.tolist() == [5.0] * 3
             model.zero_grad()
     assert taken == 6 * store.num_workers
+
+
+def test_after_a_death_it_comes_again_in_means_over_who_is_there() -> None:
+    """Pushes of 3 / 4 are sent as 1 / 4 in each of three rounds; of two of them, one after the death, nobody takes the
+    sum.
+    """
+    mode, deaths = Mode("dist_sync", 4, hosts="abcd"), Deaths()
+
+    def body(store: Any) -> float:
+        number, taken = store.session.number, 0.0
+        model = mt.DistributedModel(parts("ab"), store, compression=forced({"type": "2bit", "threshold": 0.25}))
+        for step in range(20):
+            if step == 2 and number == 3:
+                deaths.die_in(store.session.members.workers[3], 1)
+            used, value = step not in {1, 2}, 3.0 if step == 0 and number < 3 else 0.0
+            model(a=[0.0] * 3, **({"b": [value] * 3} if used else {})).backward()
+            taken += model.module.b.grad[0].item() if used else 0.0
+            model.zero_grad()
+        return taken
+
+    assert mode.run_continued(body, deaths, Faults) == [pytest.approx(3 / 4 + 3 / 3 + 3 / 3)] * 3 + [None]
 
 
 # --- what is never compressed

@@ -18,7 +18,8 @@ from mpikv.transports.faulty import Deaths, Faults  # noqa: E402
 
 OPTIONS: Any = {"bucket_bytes": 400, "compression": {"type": "fp16", "force": True}}
 DIES_IN, END_AT, CHANGES_IN = 4, 10, 2
-MODES = Mode("dist_sync", 4), Mode("dist_sync", 4, memory="off"), Mode("dist_sync", 4, 1, hosts="aabbc")
+# Of four workers, and a spare: a quarter is exact in float16.
+MODES = Mode("dist_sync", 5), Mode("dist_sync", 5, memory="off"), Mode("dist_sync", 5, 1, hosts="aabbcc")
 
 
 class Net(torch.nn.Module):
@@ -92,13 +93,13 @@ def test_a_spare_has_what_the_others_have(kind: str, mode: Mode, dead: int, call
             if store.session.number == dead and not is_spare and steps == DIES_IN:
                 deaths.die_in(dead, calls=calls)
             training.step()
-            if steps > DIES_IN and training.snapshots.steps % END_AT == 0 and store.num_workers == 3:
-                assert training.net.who.grad.item() * 3 == pytest.approx(1 + 2 + 4)
+            if steps > DIES_IN and training.snapshots.steps % END_AT == 0 and store.num_workers == 4:
+                assert training.net.who.grad.item() * 4 == pytest.approx(1 + 2 + 4 + 8)
                 values = [*training.net.parameters(), *(training.net.buffers() if kind == "model" else ())]
                 return store.rank, steps, [one.tolist() for one in values]
 
     found = mode.run_continued(body, deaths, lambda _: Faults(), spares=1)
     assert found[dead] is None
     results = [one for one in found if one is not None]
-    assert sorted(rank for rank, *_ in results) == [0, 1, 2]
-    assert results[0][1:] == results[1][1:] == results[2][1:]
+    assert sorted(rank for rank, *_ in results) == [0, 1, 2, 3]
+    assert all(one[1:] == results[0][1:] for one in results)
