@@ -47,7 +47,7 @@ from mpikv.transports.mpi import MpiRequest, MpiTransport
 TAG = 1  # on the first communicator
 FIRST_TAG = 32_766  # on that of the user, before there is one: near the largest that MPI promises
 CLOSED, LEFT = -1, 1 << 62  # sent in place of the next generation's number, before the rank's seat
-SHRINK_S = 30.0  # takes milliseconds once all have come
+SHRINK_S = 10.0  # takes milliseconds once all have come
 LEAVE_S = 10.0  # how long a rank waits at its end for the others
 NAP_S = 0.01  # of a spare, between two looks
 DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
