@@ -62,17 +62,11 @@ class InMemory:
 Place = str | os.PathLike[str] | InMemory
 
 
-def save_states(path: Place, records: Iterable[StateRecord], *, meta: Mapping[str, Any] | None = None) -> None:
-    """Write a file of states, whole or not at all. Local, blocks.
-
-    records: one of all elements for each key; those of codecs may be of any elements. meta: JSON. Raises
-    UnsupportedError for a state that cannot be saved, TypeError if meta is no JSON, OSError.
-    """
-    save_content(path, packed(records, meta))
-
-
 def save_content(path: Place, content: Mapping[str, Any]) -> None:
-    """Write what `packed` has returned. Local, blocks."""
+    """Write a file of states, whole or not at all. Local, blocks. Raises OSError.
+
+    content: what `packed` has returned, of one record of all elements for each key; those of codecs may be of any.
+    """
     if isinstance(path, InMemory):
         path.content = content
     else:

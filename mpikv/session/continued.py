@@ -25,17 +25,14 @@ from mpikv.codecs.compression import of_text
 from mpikv.config import Config
 from mpikv.engine.operation import Operation
 from mpikv.errors import PeerError, StallError
-from mpikv.observe.activity import Activity
 from mpikv.observe.program import WorkerStatus
 from mpikv.observe.recorder import Recorder
 from mpikv.optimizers.base import Optimizer
 from mpikv.placement.keys import Key, KeyInfo
 from mpikv.placement.labels import AttributeLog
-from mpikv.placement.members import Members
 from mpikv.session.admission import Admission, Give, Take
 from mpikv.session.base import Pending, Session, Updater
 from mpikv.session.generation import AllClosedError, Generation, Survivors
-from mpikv.session.waits import Waits
 from mpikv.session.workers import Workers
 
 T = TypeVar("T")
@@ -63,6 +60,11 @@ class UnderWay(Operation, Protocol):
 
     def pending(self) -> Pending | None:
         """What it waits for in the present generation; None: it is done. Raises its error."""
+
+
+def _of_now(name: str) -> Any:
+    """An attribute of the session of the present generation."""
+    return property(lambda session: getattr(session.now.session, name))
 
 
 class ContinuedSession(Session):
@@ -131,33 +133,8 @@ class ContinuedSession(Session):
     def coming(self) -> Sequence[int]:  # type: ignore[override]
         return sorted(seat.number for seat in self.now.seats if seat.number >= 0)
 
-    @property
-    def hosts(self) -> Sequence[str]:  # type: ignore[override]
-        return self.now.session.hosts
-
-    @property
-    def pid(self) -> int:  # type: ignore[override]
-        return self.now.session.pid
-
-    @property
-    def threaded(self) -> bool:
-        return self.now.session.threaded
-
-    @property
-    def activity(self) -> Activity:  # type: ignore[override]
-        return self.now.session.activity
-
-    @property
-    def members(self) -> Members:
-        return self.now.session.members
-
-    @property
-    def waits(self) -> Waits:
-        return self.now.session.waits
-
-    @property
-    def rounds(self) -> int:
-        return self.now.session.rounds
+    hosts, pid, threaded, activity = map(_of_now, ("hosts", "pid", "threaded", "activity"))
+    members, waits, rounds, can_ask = map(_of_now, ("members", "waits", "rounds", "can_ask"))
 
     @property
     def recorder(self) -> Recorder:
@@ -190,10 +167,6 @@ class ContinuedSession(Session):
 
     def workers(self) -> list[WorkerStatus]:
         return self.now.session.workers()
-
-    @property
-    def can_ask(self) -> bool:
-        return self.now.session.can_ask
 
     def serve_in(self, slot: int, optimizer: Optimizer | None, infos: Sequence[KeyInfo]) -> None:
         """Note which optimizer serves which keys, in the slot that all workers have agreed on. Local."""

@@ -21,7 +21,14 @@ from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.optimizers import archive, states_file
 from mpikv.optimizers.archive import to_bytes
 from mpikv.optimizers.states import StateRecord, join_states, slice_state
-from mpikv.optimizers.states_file import StatesFile, load_states, records_from_bytes, records_to_bytes, save_states
+from mpikv.optimizers.states_file import (
+    StatesFile,
+    load_states,
+    packed,
+    records_from_bytes,
+    records_to_bytes,
+    save_content,
+)
 
 FLOAT32 = np.dtype(np.float32)
 FIXTURE = pathlib.Path(__file__).resolve().parents[2] / "fixtures" / "states" / "version-1.safetensors"
@@ -55,7 +62,7 @@ def example(small: bool = False) -> StatesFile:
 
 
 def save(path, file: StatesFile) -> None:
-    save_states(path, file.entries.values(), meta=file.meta)
+    save_content(path, packed(file.entries.values(), file.meta))
 
 
 SMALL = records_to_bytes(example(small=True).entries.values())  # what is sent of it
@@ -256,13 +263,13 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: pathlib.Path, monkeypatch: 
     before = path.read_bytes()
     bad = [whole("w", (1,), np.float32, {"t": 1, "other": object()})]
     with pytest.raises(UnsupportedError, match="key 'w' cannot be saved"):
-        save_states(path, bad)
+        save_content(path, packed(bad))
     with pytest.raises(UnsupportedError, match="has dtype complex128; a file of states holds"):
-        save_states(path, [whole("w", (1,), np.float32, {"t": 1, "z": np.ones(1, complex)})])
+        save_content(path, packed([whole("w", (1,), np.float32, {"t": 1, "z": np.ones(1, complex)})]))
     with pytest.raises(UnsupportedError, match="meta/x is of type object; a file of states holds arrays"):
-        save_states(path, [], meta={"x": object()})
+        save_content(path, packed([], {"x": object()}))
     with pytest.raises(TypeError, match="a key is a str or an int"):
-        save_states(path, [whole(1.5, (), np.float32, {"t": 0})])
+        save_content(path, packed([whole(1.5, (), np.float32, {"t": 0})]))
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
