@@ -36,7 +36,7 @@ _INSTEAD = {
     "cross_rank": "rank() // local_size() is it where all hosts have equally many workers",
     "cross_size": "size() // local_size() is it where all hosts have equally many workers",
     "SyncBatchNorm": "torch.nn.SyncBatchNorm does this, for tensors on GPUs",
-    "elastic": "a job ends when a rank fails; start it again from what was saved",
+    "elastic": "mpikv launch --on-failure continue, or --restarts N, with mpikv.Snapshots (docs/failures.md)",
     "start_timeline": "set MPIKV_TIMELINE to a folder, or call store.timeline(folder)",
     "stop_timeline": "what store.timeline returns has end()",
 }
