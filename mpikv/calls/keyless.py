@@ -60,13 +60,37 @@ class CollectiveCalls:
 
     # --- the calls
 
+    def whole(self, call: Callable[[], T]) -> T:
+        """Make one call of several; where workers go on after a death all of it is made again, or ends on all of them.
+
+        Collective, blocks. Those that were begun before end first.
+        """
+        if (group := self.store.workers_group) is not None:
+            group.in_turn.wait()
+        found: T = self.store.session.whole("calls", call)
+        return found
+
+    def number_of(self, root: int) -> int:
+        """Worker `root`'s number at the start, by which `root_now` finds it in a call that is made again. Local.
+
+        Raises TypeError or ValueError for what is no worker's number.
+        """
+        with self._refusing("broadcast"):
+            check_root(root, self.store.num_workers)
+        return int(self.store.session.numbers[root])
+
+    def root_now(self, number: int) -> int:
+        """The present rank of the worker with this number; where it has died, of the first of those left. Local."""
+        there = self.store.session.numbers
+        return there.index(number) if number in there else 0
+
     def allreduce(self, arrays: Sequence[HostArray], op: str = "sum", name: str | None = None) -> list[HostArray]:
         """Return the sum, mean, minimum, maximum or product over the workers of each array, as new arrays.
 
         Collective, blocks. arrays: of any shapes, in the dtypes of the store. op: one of `OPS`. The mean of whole
         numbers is cut towards zero. The result has the same bits on every worker.
         """
-        return self._whole(partial(self._allreduce, arrays, op, name))
+        return self.whole(partial(self._allreduce, arrays, op, name))
 
     def _allreduce(self, arrays: Sequence[HostArray], op: str, name: str | None) -> list[HostArray]:
         with self._refusing("allreduce"):
@@ -91,7 +115,7 @@ class CollectiveCalls:
         arrays: with at least one dimension. The first worker has the first rows, and so on; where they cannot be shared
         out evenly, the first workers have one row more.
         """
-        return self._whole(partial(self._reduce_scatter, arrays, op, name))
+        return self.whole(partial(self._reduce_scatter, arrays, op, name))
 
     def _reduce_scatter(self, arrays: Sequence[HostArray], op: str, name: str | None) -> list[HostArray]:
         with self._refusing("reduce_scatter"):
@@ -111,12 +135,15 @@ class CollectiveCalls:
         return outs
 
     def broadcast(self, arrays: Sequence[HostArray], root: int = 0, name: str | None = None) -> list[HostArray]:
-        """Return worker `root`'s values of each array, as new arrays; others bring shapes and dtypes. Blocks."""
-        return self._whole(partial(self._broadcast, arrays, root, name))
+        """Return worker `root`'s values of each array, as new arrays; others bring shapes and dtypes. Blocks.
 
-    def _broadcast(self, arrays: Sequence[HostArray], root: int, name: str | None) -> list[HostArray]:
+        If that worker dies meanwhile (MPIKV_ON_FAILURE=continue), the first of those that are left gives its own.
+        """
+        return self.whole(partial(self._broadcast, arrays, self.number_of(root), name))
+
+    def _broadcast(self, arrays: Sequence[HostArray], number: int, name: str | None) -> list[HostArray]:
+        root = self.root_now(number)
         with self._refusing("broadcast"):
-            check_root(root, self.store.num_workers)
             values = _arrays("broadcast", arrays)
             text = f"broadcast(root {root}{_named(name)}) of {_forms(values)}"
         ends = np.cumsum([aligned(value.nbytes) for value in values], dtype=np.int64)
@@ -133,7 +160,7 @@ class CollectiveCalls:
 
     def allgather(self, array: HostArray, name: str | None = None) -> HostArray:
         """Return all workers' arrays one behind the other, as a new array; first dimensions may differ. Blocks."""
-        return self._whole(partial(self._allgather, array, name))
+        return self.whole(partial(self._allgather, array, name))
 
     def _allgather(self, array: HostArray, name: str | None) -> HostArray:
         with self._refusing("allgather"):
@@ -150,7 +177,7 @@ class CollectiveCalls:
 
     def agree(self, lines: Sequence[str], what: str, error: type[MpikvError] = ConfigError) -> None:
         """Raise `error` on every worker if they bring different lines of `what`, with the first such line. Blocks."""
-        self._whole(lambda: self._run(_NOTHING, "agree", "\n".join(lines), what, error))
+        self.whole(lambda: self._run(_NOTHING, "agree", "\n".join(lines), what, error))
 
     def join(self, *, patient: bool = False) -> int:
         """Take part in the allreduces of the others, with zeros or the like, until every worker has called this.
@@ -159,7 +186,7 @@ class CollectiveCalls:
         calls. Other calls than `allreduce` are a ShapeMismatch where they are made. patient: whether to wait for the
         others' next call without the store's limit, since something else ends the wait.
         """
-        return self._whole(partial(self._join, patient=patient))
+        return self.whole(partial(self._join, patient=patient))
 
     def _join(self, *, patient: bool) -> int:
         rounds = 0
@@ -171,13 +198,6 @@ class CollectiveCalls:
         return max(worker for worker, count in enumerate(counts) if count == min(counts))
 
     # --- how they are done
-
-    def _whole(self, call: Callable[[], T]) -> T:
-        """Make a call, and where workers go on after a death make it again, or end it on all of them."""
-        if (group := self.store.workers_group) is not None:
-            group.in_turn.wait()  # which are such calls, too
-        found: T = self.store.session.whole("calls", call)
-        return found
 
     @contextmanager
     def _refusing(self, call: str) -> Iterator[None]:

@@ -45,14 +45,18 @@ class _Sums:
             for i, end, size in zip(chosen, np.cumsum(sizes), sizes, strict=True):
                 self._parts[i] = buffer[end - size :][: arrays[i].size].reshape(arrays[i].shape)
 
-    def run(self, arrays: Sequence[HostArray], divisor: int) -> list[HostArray]:
-        """Return the sums of arrays / divisor, in memory that the next call uses again."""
+    def run(self, arrays: Sequence[HostArray], op: str) -> list[HostArray]:
+        """Return the sums or means of arrays, in memory that the next call uses again."""
+        divisor = divisor_of(op, self._store)
         for part, array in zip(self._parts, arrays, strict=True):
             if divisor == 1:
                 np.copyto(part, array)
             else:  # before adding: no pass of its own, and the sum of float16 does not leave its range
                 np.divide(array, divisor, out=part, casting="same_kind")
         self._store.pushpull(self._keys, self._buffers)
+        for key, buffer in zip(self._keys, self._buffers, strict=True):
+            if (factor := correction(op, self._store, key)) != 1:
+                np.multiply(buffer, factor, out=buffer, casting="same_kind")
         return list(self._parts)
 
 
@@ -68,8 +72,8 @@ class Calls:
     def sums_on_gpu(self, call: Call, arrays: Sequence[Any]) -> Sequence[Any] | None:
         """Return the sums of arrays on the store's GPU, as new arrays there. Collective, blocks.
 
-        Arrays that can be written to get the sums themselves. None, on all workers, where there are too many kinds of
-        calls already: then the values come to the host.
+        arrays: for a mean divided by `divisor_of`. Those that can be written to get the sums themselves. None, on all
+        workers, where there are too many kinds of calls already: then the values come to the host.
         """
         self._calls.agree([*call.lines, "on a GPU"], "a call of mpikv.jax", ShapeMismatch)
         kind = call.op, tuple((tuple(array.shape), str(array.dtype)) for array in arrays)
@@ -81,21 +85,36 @@ class Calls:
             self.store.init(keys, list(arrays))
             self._on_gpu[kind] = keys
         results: Sequence[Any] | None = self.store.pushpull(self._on_gpu[kind], list(arrays))
-        return arrays if results is None else results
+        factors = [correction(call.op, self.store, key) for key in self._on_gpu[kind]]
+        found = arrays if results is None else results
+        return [one if factor == 1 else one * factor for one, factor in zip(found, factors, strict=True)]
 
     def exchange(self, call: Call, arrays: Sequence[HostArray]) -> list[HostArray]:
         """Return the results, in memory that the next call may use again. Collective, blocks."""
         self._calls.agree(call.lines, "a call of mpikv.jax", ShapeMismatch)
         if call.op == "broadcast":
             return self._calls.broadcast(arrays, call.root)
-        divisor = self.store.num_workers if call.op == "mean" else 1
         kind = call.op, tuple((array.shape, array.dtype) for array in arrays)
         if kind not in self._sums:
             if len(self._sums) >= KINDS:
-                scaled = [np.divide(a, divisor, dtype=a.dtype) for a in arrays] if divisor > 1 else arrays
-                return self._calls.allreduce(scaled)
+                return self._calls.whole(lambda: self._calls.allreduce(self._divided(arrays, call.op)))
             self._sums[kind] = _Sums(self.store, f"mpikv.jax/{len(self._sums)}", arrays)
-        return self._sums[kind].run(arrays, divisor)
+        return self._sums[kind].run(arrays, call.op)
+
+    def _divided(self, arrays: Sequence[HostArray], op: str) -> Sequence[HostArray]:
+        n = self.store.num_workers if op == "mean" else 1
+        return [np.divide(array, n, dtype=array.dtype) for array in arrays] if n > 1 else arrays
+
+
+def divisor_of(op: str, store: KVStore) -> int:
+    """By what values are divided before they are added: the workers that there were at the start. Local."""
+    return store.session.at_start if op == "mean" else 1
+
+
+def correction(op: str, store: KVStore, key: str) -> float:
+    """What makes a mean, over those that are in it, of the last sum of a key, where workers have died. Local."""
+    n_there = len(store.strategy.contributors(key))
+    return store.session.at_start / n_there if op == "mean" and n_there else 1.0
 
 
 @dataclass(frozen=True)

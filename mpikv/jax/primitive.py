@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpikv.errors import UnsupportedError
-from mpikv.jax.calls import ALIGNED, Call
+from mpikv.jax.calls import ALIGNED, Call, divisor_of
 from mpikv.spaces.callers import gpu_of
 
 exchange_p = Primitive("mpikv_exchange")
@@ -47,7 +47,7 @@ def _at_once(*leaves: Any, call: Call) -> list[Any]:
     store = call.calls.store
     on_gpu = store.device is not None and all(len(one.devices()) == 1 and gpu_of(one) == store.device for one in leaves)
     if leaves and call.op != "broadcast" and on_gpu:
-        divisor = store.num_workers if call.op == "mean" else 1
+        divisor = divisor_of(call.op, store)
         # Before adding, as on the host, and in the leaf's dtype.
         scaled = [leaf if divisor == 1 else leaf / jnp.asarray(divisor, leaf.dtype) for leaf in leaves]
         sums = call.calls.sums_on_gpu(call, scaled)

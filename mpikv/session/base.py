@@ -87,7 +87,7 @@ class Session:
     continues = False  # whether they do
     number = 0  # this worker's at the start
     at_start = 1  # how many workers there were
-    numbers: Sequence[int] = (0,)  # of all that are here
+    numbers: Sequence[int] = (0,)  # of those that `num_workers` counts
     coming: Sequence[int] = (0,)  # of those that are here or will come
     alone = False  # whether this is a spare, whose program has begun and which is no worker yet
     has_spares = False

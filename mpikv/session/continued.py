@@ -123,6 +123,8 @@ class ContinuedSession(Session):
 
     @property
     def numbers(self) -> Sequence[int]:  # type: ignore[override]
+        if self.alone:
+            return self.coming
         return sorted(seat.number for seat in self.now.seats if seat.number >= 0 and not seat.spare)
 
     @property

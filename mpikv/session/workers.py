@@ -81,7 +81,7 @@ class Workers(AgreedSession):
         self.members = members
         self.group = Group(transport, members.workers)
         self.rank, self.num_workers, self.hosts = self.group.rank, self.group.size, self.group.hosts
-        self.number, self.at_start = self.rank, self.num_workers
+        self.number, self.at_start, self.numbers = self.rank, self.num_workers, range(self.num_workers)
         self.log = StoreLog("worker", self.rank, self.group.hosts[self.rank])
         self.shares_memory = members.path == "direct"
         self._different: ConfigError | None = None  # found at the end in the last updates of workers by themselves

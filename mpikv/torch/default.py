@@ -43,8 +43,8 @@ def init(store: KVStore | None = None) -> None:
         raise RuntimeError("init: there is a default store already; call shutdown first")
     calls = CollectiveCalls(kv.create("dist_sync") if store is None else store)
     name = np.frombuffer(socket.gethostname().encode().ljust(256)[:256], np.uint8).reshape(1, 256)
-    hosts = [bytes(row) for row in calls.allgather(name)]
-    rank = calls.store.rank
+    found, rank = calls.whole(lambda: (calls.allgather(name), calls.store.rank))
+    hosts = [bytes(row) for row in found]
     _default.local = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
     _default.calls, _default.process_sets = calls, 0
 

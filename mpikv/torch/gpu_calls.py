@@ -32,24 +32,22 @@ def allreduce(calls: CollectiveCalls, tensors: Sequence[torch.Tensor], op: str, 
     for dtype in dict.fromkeys(one.dtype for one in tensors):
         chosen = [i for i, one in enumerate(tensors) if one.dtype == dtype]
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in chosen])
-        if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-            _add(calls.store, flat, "sum")
-            flat.div_(calls.store.num_workers, rounding_mode="trunc")
-        else:
-            _add(calls.store, flat, op)
+        _combine(calls.store, flat, op)
         sizes = [tensors[i].numel() for i in chosen]
         results |= {i: one.view(tensors[i].shape) for i, one in zip(chosen, flat.split(sizes), strict=True)}
     return [results[i] for i in range(len(tensors))]
 
 
-def _add(store: KVStore, flat: torch.Tensor, op: str) -> None:
-    step = STEP_BYTES // flat.itemsize
+def _combine(store: KVStore, flat: torch.Tensor, op: str) -> None:
+    step, divides = STEP_BYTES // flat.itemsize, op == "mean" and not (flat.is_floating_point() or flat.is_complex())
     for begin in range(0, flat.numel(), step):
         values = flat[begin : begin + step]
         key, memory = _key(store, values)
         memory[: values.numel()].copy_(values)
         memory[values.numel() :].zero_()
-        store.pushpull(key, memory, op=op)
+        store.pushpull(key, memory, op="sum" if divides else op)
+        if divides:
+            memory.div_(len(store.strategy.contributors(key)) or store.num_workers, rounding_mode="trunc")
         values.copy_(memory[: values.numel()])
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mpikv.errors import ShapeMismatch
+from mpikv.arrays.as_numpy import HostArray
+from mpikv.errors import PeerError, ShapeMismatch
 from mpikv.kvstore import KVStore
 from mpikv.torch import buffers
 from mpikv.torch.default import calls_of
@@ -45,16 +46,24 @@ def broadcast_object(
 ) -> Any:
     """Return worker `root_rank`'s object, which must be picklable; on other workers `obj` is not used.
 
-    Collective, blocks.
+    Collective, blocks. Raises PeerError on all others where that worker dies meanwhile.
 
     >>> mt.broadcast_object({'epoch': 3}, store=kv.create('local'))
     {'epoch': 3}
     """
-    calls, root = calls_in(process_set, store), root_in(process_set, root_rank)
-    mine = calls.store.rank == root or calls.store.session.alone
+    calls = calls_in(process_set, store)
+    session, number = calls.store.session, calls.number_of(root_in(process_set, root_rank))
+    mine = session.number == number or session.alone
     content = np.frombuffer(cloudpickle.dumps(obj), np.uint8) if mine else np.empty(0, np.uint8)
-    length = int(calls.broadcast([np.array([content.size], np.int64)], root, name)[0][0])
-    found = calls.broadcast([content if mine else np.empty(length, np.uint8)], root, name)[0]
+
+    def exchange() -> Any:
+        roots, sizes = calls.allgather(np.array([[number, content.size]], np.int64), name).T
+        if not {*roots.tolist()} <= {*session.numbers}:
+            raise PeerError(f"broadcast_object: worker {root_rank}, whose object it is, has died")
+        root = calls.root_now(number)
+        return calls.broadcast([content if mine else np.empty(sizes[root], np.uint8)], root, name)[0]
+
+    found = calls.whole(exchange)
     return obj if mine else cloudpickle.loads(found.tobytes())
 
 
@@ -68,9 +77,12 @@ def allgather_object(
     """
     calls = calls_in(process_set, store)
     content = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
-    ends = np.cumsum(calls.allgather(np.array([content.size], np.int64), name))
-    everything = calls.allgather(content, name)
-    return [cloudpickle.loads(one.tobytes()) for one in np.split(everything, ends[:-1])]
+
+    def exchange() -> list[HostArray]:
+        ends = np.cumsum(calls.allgather(np.array([content.size], np.int64), name))
+        return np.split(calls.allgather(content, name), ends[:-1])
+
+    return [cloudpickle.loads(one.tobytes()) for one in calls.whole(exchange)]
 
 
 def broadcast_optimizer_state(
@@ -89,6 +101,7 @@ def broadcast_optimizer_state(
     calls.agree([f"{kind} of groups of {counts} parameters"], "broadcast_optimizer_state", ShapeMismatch)
     # On the host, since a tensor on a GPU would be unpickled on the same GPU of another host.
     mine = tree_map_only(torch.Tensor, lambda one: one.cpu(), optimizer.state_dict())
+    number = calls.number_of(root_rank)
     state = broadcast_object(mine, root_rank, "state of an optimizer", store=calls.store)
-    if calls.store.rank != root_rank:
+    if calls.store.session.number != number:
         optimizer.load_state_dict(state)

@@ -17,7 +17,7 @@ import torch
 
 from mpikv.arrays.as_numpy import HostArray
 from mpikv.calls.keyless import CollectiveCalls
-from mpikv.errors import UnsupportedError
+from mpikv.errors import PeerError, UnsupportedError
 from mpikv.torch import gpu_calls
 from mpikv.torch.arrays import array_of, in_host_memory, on_store, tensor_of
 
@@ -40,6 +40,28 @@ class TensorCall:
 
     def back(self, gradients: Tensors) -> list[torch.Tensor]:
         raise NotImplementedError
+
+    def make_recorded(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Do what `make` does, and note the workers whose rows are in the results, for `back`."""
+
+        def make() -> list[torch.Tensor]:
+            self._made_by = [*self.calls.store.session.numbers]
+            return self.make(tensors)
+
+        return self.calls.whole(make)
+
+    def _among_the_same(self, back: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Make a call for a gradient whose rows belong to workers. Raises PeerError where one of these has died."""
+
+        def call() -> list[torch.Tensor]:
+            if self._made_by != [*self.calls.store.session.numbers]:
+                raise PeerError(
+                    f"a worker has died between a call of {type(self).__name__} and its backward pass, which has "
+                    "gradients of its rows: drop the step, and make it again from its forward pass"
+                )
+            return back()
+
+        return self.calls.whole(call)
 
 
 @dataclass
@@ -76,7 +98,9 @@ class ReduceScatter(Allreduce):
 
     def _back(self, gradients: Tensors) -> list[torch.Tensor]:
         factor = self.before * self.after * (self.calls.store.num_workers if self.op == "sum" else 1)
-        return [_scaled(gathered(self.calls, gradient, self.name), factor) for gradient in gradients]
+        return self._among_the_same(
+            lambda: [_scaled(gathered(self.calls, gradient, self.name), factor) for gradient in gradients]
+        )
 
 
 class Allgather(TensorCall):
@@ -87,10 +111,13 @@ class Allgather(TensorCall):
         return [gathered(self.calls, tensor, self.name) for tensor in tensors]
 
     def back(self, gradients: Tensors) -> list[torch.Tensor]:
-        rows = self.calls.allgather(np.array([self._rows], np.int64), self.name)
-        begins = rows[: self.calls.store.rank].sum(axis=0).tolist()
-        means = Allreduce(self.calls, self.name, "mean").make(gradients)
-        return [one.narrow(0, begin, n) for one, begin, n in zip(means, begins, self._rows, strict=True)]
+        def call() -> list[torch.Tensor]:
+            rows = self.calls.allgather(np.array([self._rows], np.int64), self.name)
+            begins = rows[: self.calls.store.rank].sum(axis=0).tolist()
+            means = Allreduce(self.calls, self.name, "mean").make(gradients)
+            return [one.narrow(0, begin, n) for one, begin, n in zip(means, begins, self._rows, strict=True)]
+
+        return self._among_the_same(call)
 
 
 @dataclass
@@ -98,13 +125,18 @@ class Broadcast(TensorCall):
     """Copy worker `root`'s tensors to all workers."""
 
     root: int
+    _number: int | None = None  # of that worker, as soon as the call has been made once
 
     def make(self, tensors: Tensors) -> list[torch.Tensor]:
-        return _beside(tensors, self.calls.broadcast([array_of(one) for one in tensors], self.root, self.name))
+        if self._number is None:
+            self._number = self.calls.number_of(self.root)
+        root = self.calls.root_now(self._number)
+        return _beside(tensors, self.calls.broadcast([array_of(one) for one in tensors], root, self.name))
 
     def back(self, gradients: Tensors) -> list[torch.Tensor]:
         means = Allreduce(self.calls, self.name, "mean").make(gradients)
-        return means if self.calls.store.rank == self.root else [torch.zeros_like(one) for one in means]
+        is_root = self.calls.store.session.number == self._number
+        return means if is_root else [torch.zeros_like(one) for one in means]
 
 
 @dataclass
@@ -113,17 +145,26 @@ class AllToAll(TensorCall):
 
     splits: Sequence[int]
 
+    def __post_init__(self) -> None:
+        # By the numbers that workers had at the start: some may be gone when it is made.
+        session = self.calls.store.session
+        self._counts = np.zeros((1, session.at_start), np.int64)
+        self._counts[0, [*session.numbers]] = self.splits
+
     def make(self, tensors: Tensors) -> list[torch.Tensor]:
-        (tensor,), rank = tensors, self.calls.store.rank
-        lengths = self.calls.allgather(np.array([self.splits], np.int64), self.name)
-        everything = gathered(self.calls, tensor, self.name)
-        starts = np.cumsum([0, *lengths.sum(axis=1)])[:-1] + lengths[:, :rank].sum(axis=1)
-        self.received = [int(one) for one in lengths[:, rank]]
+        (tensor,), me = tensors, self.calls.store.session.number
+
+        def exchange() -> tuple[HostArray, torch.Tensor]:
+            return self.calls.allgather(self._counts, self.name), gathered(self.calls, tensor, self.name)
+
+        lengths, everything = self.calls.whole(exchange)
+        starts = np.cumsum([0, *lengths.sum(axis=1)])[:-1] + lengths[:, :me].sum(axis=1)
+        self.received = [int(one) for one in lengths[:, me]]
         rows = [everything[begin : begin + k] for begin, k in zip(starts.tolist(), self.received, strict=True)]
         return [torch.cat(rows), torch.tensor(self.received, dtype=torch.int32)]
 
     def back(self, gradients: Tensors) -> list[torch.Tensor]:
-        return AllToAll(self.calls, self.name, self.received).make(gradients[:1])[:1]
+        return self._among_the_same(lambda: AllToAll(self.calls, self.name, self.received).make(gradients[:1])[:1])
 
 
 @dataclass
@@ -135,10 +176,13 @@ class SparseAllreduce(TensorCall):
     def make(self, tensors: Tensors) -> list[torch.Tensor]:
         mine = tensors[0].detach().coalesce()
         name = f"{self.name}, sparse {tuple(mine.shape)}"  # compared
-        indices = gathered(self.calls, mine.indices().t().contiguous(), name)
-        values = gathered(self.calls, mine.values(), name)
-        if self.op == "mean":
-            values = values / self.calls.store.num_workers
+
+        def exchange() -> tuple[torch.Tensor, torch.Tensor]:
+            indices = gathered(self.calls, mine.indices().t().contiguous(), name)
+            values = gathered(self.calls, mine.values(), name)
+            return indices, values / self.calls.store.num_workers if self.op == "mean" else values
+
+        indices, values = self.calls.whole(exchange)
         return [torch.sparse_coo_tensor(indices.t(), values, mine.shape, check_invariants=False).coalesce()]
 
 
@@ -150,7 +194,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TensorCall, *tensors: torch.Tensor) -> Any:
         ctx.call = call
-        return tuple(call.make(tensors))
+        return tuple(call.make_recorded(tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -23,6 +23,7 @@ import mpikv.jax as mj  # noqa: E402
 from mpikv import optimizers  # noqa: E402
 from mpikv.errors import ShapeMismatch, UnsupportedError  # noqa: E402
 from mpikv.jax import calls  # noqa: E402
+from mpikv.transports.faulty import Deaths, Faults  # noqa: E402
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # read when JAX is first used
 # XLA has as many threads as there are cores, and ranks of one process would wait for each other in all of them.
@@ -323,3 +324,29 @@ def test_an_error_inside_of_a_compiled_program_is_the_users(store: Any) -> None:
     store.close()
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"MpikvError: .* on a closed store"):
         program(jnp.ones(2)).block_until_ready()
+
+
+# ---- deaths
+
+
+@pytest.mark.parametrize("kinds", [64, 0])
+@pytest.mark.parametrize("calls", range(1, 25))
+def test_means_are_over_who_is_there(calls: int, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter, and a third of 3, are exact. kinds: of sums that have keys of their own."""
+    monkeypatch.setattr("mpikv.jax.calls.KINDS", kinds)
+    mode, deaths = Mode("dist_sync", 4, memory="off"), Deaths()
+
+    def body(store: Any) -> list[float]:
+        found = []
+        for round_ in range(4):
+            if round_ == 2 and store.session.number == 3:
+                deaths.die_in(3, calls, sends=True)
+            tree = {"one": jnp.ones(5), "half": jnp.ones(2, jnp.float16)}
+            mean = mj.allreduce(tree, store, op="mean")
+            assert {*np.asarray(mean["one"]).tolist(), *np.asarray(mean["half"]).tolist()} == {1.0}
+            found.append(mj.allreduce(jnp.full(3, 2.0**store.session.number), store, op="sum").tolist()[0])
+        return found
+
+    left = [one for one in mode.run_continued(body, deaths, Faults) if one is not None]
+    assert all(one == left[0] for one in left)
+    assert {*left[0]} <= {15.0, 7.0}
