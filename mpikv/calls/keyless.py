@@ -70,19 +70,10 @@ class CollectiveCalls:
         found: T = self.store.session.whole("calls", call)
         return found
 
-    def number_of(self, root: int) -> int:
-        """Worker `root`'s number at the start, by which `root_now` finds it in a call that is made again. Local.
-
-        Raises TypeError or ValueError for what is no worker's number.
-        """
-        with self._refusing("broadcast"):
-            check_root(root, self.store.num_workers)
-        return int(self.store.session.numbers[root])
-
-    def root_now(self, number: int) -> int:
-        """The present rank of the worker with this number; where it has died, of the first of those left. Local."""
-        there = self.store.session.numbers
-        return there.index(number) if number in there else 0
+    def check_all_stay(self) -> None:
+        """Raise UnsupportedError where workers go on after a death: `join` counts on all of them. Local."""
+        if self.store.session.continues:
+            raise UnsupportedError("join needs all workers: leave MPIKV_ON_FAILURE unset, or use Trainer.join")
 
     def allreduce(self, arrays: Sequence[HostArray], op: str = "sum", name: str | None = None) -> list[HostArray]:
         """Return the sum, mean, minimum, maximum or product over the workers of each array, as new arrays.
@@ -134,16 +125,27 @@ class CollectiveCalls:
         self._run(made, "reduce_scatter", text)
         return outs
 
-    def broadcast(self, arrays: Sequence[HostArray], root: int = 0, name: str | None = None) -> list[HostArray]:
+    def broadcast(
+        self,
+        arrays: Sequence[HostArray],
+        root: int = 0,
+        name: str | None = None,
+        numbers: Sequence[int] | None = None,
+    ) -> list[HostArray]:
         """Return worker `root`'s values of each array, as new arrays; others bring shapes and dtypes. Blocks.
 
-        If that worker dies meanwhile (MPIKV_ON_FAILURE=continue), the first of those that are left gives its own.
+        numbers: of the workers among which it is `root`, default those of now. If that worker dies meanwhile
+        (MPIKV_ON_FAILURE=continue), the first of those that are left gives its own.
         """
-        return self.whole(partial(self._broadcast, arrays, self.number_of(root), name))
+        return self.whole(partial(self._broadcast, arrays, root, name, numbers or self.store.session.numbers))
 
-    def _broadcast(self, arrays: Sequence[HostArray], number: int, name: str | None) -> list[HostArray]:
-        root = self.root_now(number)
+    def _broadcast(
+        self, arrays: Sequence[HostArray], root: int, name: str | None, numbers: Sequence[int]
+    ) -> list[HostArray]:
         with self._refusing("broadcast"):
+            check_root(root, len(numbers))
+            there = self.store.session.numbers
+            root = there.index(numbers[root]) if numbers[root] in there else 0
             values = _arrays("broadcast", arrays)
             text = f"broadcast(root {root}{_named(name)}) of {_forms(values)}"
         ends = np.cumsum([aligned(value.nbytes) for value in values], dtype=np.int64)
@@ -184,8 +186,10 @@ class CollectiveCalls:
 
         Collective, blocks. Returns the last worker that came, the largest number where several came in one round of
         calls. Other calls than `allreduce` are a ShapeMismatch where they are made. patient: whether to wait for the
-        others' next call without the store's limit, since something else ends the wait.
+        others' next call without the store's limit, since something else ends the wait. Raises UnsupportedError where
+        workers go on after a death.
         """
+        self.check_all_stay()
         return self.whole(partial(self._join, patient=patient))
 
     def _join(self, *, patient: bool) -> int:

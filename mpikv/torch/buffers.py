@@ -145,9 +145,9 @@ def _owner(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor |
 def broadcast(calls: CollectiveCalls, tensors: list[torch.Tensor], root: int, name: str) -> None:
     """Write worker `root`'s values into these tensors on every worker. Collective, blocks."""
     tensors = [distinct(tensor) for tensor in tensors]
-    number = calls.number_of(root)
-    found = calls.broadcast(_bytes_of(tensors), root, name)
-    if calls.store.session.number != number:
+    session, numbers = calls.store.session, calls.store.session.numbers
+    found = calls.broadcast(_bytes_of(tensors), root, name, numbers)
+    if session.number != numbers[root]:
         _write(list(zip(tensors, found, strict=True)))
 
 

@@ -51,17 +51,18 @@ def broadcast_object(
     >>> mt.broadcast_object({'epoch': 3}, store=kv.create('local'))
     {'epoch': 3}
     """
-    calls = calls_in(process_set, store)
-    session, number = calls.store.session, calls.number_of(root_in(process_set, root_rank))
+    calls, root = calls_in(process_set, store), root_in(process_set, root_rank)
+    session, numbers = calls.store.session, calls.store.session.numbers
+    number = numbers[root] if root in range(len(numbers)) else -1  # which `broadcast` refuses
     mine = session.number == number or session.alone
     content = np.frombuffer(cloudpickle.dumps(obj), np.uint8) if mine else np.empty(0, np.uint8)
 
     def exchange() -> Any:
-        roots, sizes = calls.allgather(np.array([[number, content.size]], np.int64), name).T
-        if not {*roots.tolist()} <= {*session.numbers}:
+        found = calls.allgather(np.array([[number, content.size]], np.int64), name)
+        if not {*found[:, 0].tolist()} <= {*session.numbers, -1}:
             raise PeerError(f"broadcast_object: worker {root_rank}, whose object it is, has died")
-        root = calls.root_now(number)
-        return calls.broadcast([content if mine else np.empty(sizes[root], np.uint8)], root, name)[0]
+        length = found[:, 1].max()
+        return calls.broadcast([content if mine else np.empty(length, np.uint8)], root, name, numbers)[0]
 
     found = calls.whole(exchange)
     return obj if mine else cloudpickle.loads(found.tobytes())
@@ -101,7 +102,7 @@ def broadcast_optimizer_state(
     calls.agree([f"{kind} of groups of {counts} parameters"], "broadcast_optimizer_state", ShapeMismatch)
     # On the host, since a tensor on a GPU would be unpickled on the same GPU of another host.
     mine = tree_map_only(torch.Tensor, lambda one: one.cpu(), optimizer.state_dict())
-    number = calls.number_of(root_rank)
+    session, numbers = calls.store.session, calls.store.session.numbers
     state = broadcast_object(mine, root_rank, "state of an optimizer", store=calls.store)
-    if calls.store.session.number != number:
+    if session.number != numbers[root_rank]:
         optimizer.load_state_dict(state)

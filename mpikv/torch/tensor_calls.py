@@ -125,17 +125,17 @@ class Broadcast(TensorCall):
     """Copy worker `root`'s tensors to all workers."""
 
     root: int
-    _number: int | None = None  # of that worker, as soon as the call has been made once
+
+    def __post_init__(self) -> None:
+        self._numbers = self.calls.store.session.numbers
 
     def make(self, tensors: Tensors) -> list[torch.Tensor]:
-        if self._number is None:
-            self._number = self.calls.number_of(self.root)
-        root = self.calls.root_now(self._number)
-        return _beside(tensors, self.calls.broadcast([array_of(one) for one in tensors], root, self.name))
+        arrays = [array_of(one) for one in tensors]
+        return _beside(tensors, self.calls.broadcast(arrays, self.root, self.name, self._numbers))
 
     def back(self, gradients: Tensors) -> list[torch.Tensor]:
         means = Allreduce(self.calls, self.name, "mean").make(gradients)
-        is_root = self.calls.store.session.number == self._number
+        is_root = self.calls.store.session.number == self._numbers[self.root]
         return means if is_root else [torch.zeros_like(one) for one in means]
 
 

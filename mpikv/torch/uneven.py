@@ -83,7 +83,7 @@ class Join:
     def joined(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> Iterator[None]:
         if self.active:
             raise RuntimeError("join inside join of the same model")
-        _check_no_deaths(self._calls)
+        self._calls.check_all_stay()
         self._calls.agree([], "join")
         if self._key not in self._calls.store:
             self._calls.store.session.compressions.exempt(self._key)
@@ -138,7 +138,7 @@ def join(device: int = -1) -> int:
     >>> mt.shutdown()
     """
     calls = calls_of(None)
-    _check_no_deaths(calls)
+    calls.check_all_stay()
     last = vars(calls.store).pop("_torch_stepped", None)
     if last is not None:
         gc.collect()  # what the program has dropped is gone on all workers then
@@ -156,11 +156,6 @@ def join(device: int = -1) -> int:
             parameter.grad = None
         everybody = gradients.finish(joined=True)
     return of_calls.result()
-
-
-def _check_no_deaths(calls: CollectiveCalls) -> None:
-    if calls.store.session.continues:
-        raise UnsupportedError("join of torch needs all workers: leave MPIKV_ON_FAILURE unset, or use Trainer.join")
 
 
 def has_stepped(gradients: Gradients) -> None:
