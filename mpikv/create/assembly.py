@@ -34,9 +34,10 @@ from mpikv.session.base import Session
 from mpikv.session.workers import Workers
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST, Spaces
+from mpikv.strategies.asked_owners import AskedOwners
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.local import LocalStrategy
-from mpikv.strategies.owned_keys import OwnedKeys, OwnService
+from mpikv.strategies.owned_keys import OwnService
 from mpikv.strategies.ring_keys import RingKeys
 from mpikv.transports.base import Transport
 from mpikv.transports.loopback import Loopback, OwnRank
@@ -157,7 +158,7 @@ def assemble(
             reached = OwnRank(transport, loopback)
         steps = serve(reached, members.workers, made, loopback)
         own = OwnService(made.owner, steps, reached, loopback, lambda: (made.pool.held_bytes, made.rows.held_bytes))
-    owners, of_workers, of_memory = OwnedKeys(session, own), members, memory if members.workers_own else None
+    owners, of_workers, of_memory = AskedOwners(session, own), members, memory if members.workers_own else None
     if members.divides:
         of_memory = memory if members.ring_has_memory else None
         of_workers = replace(members.ring, memory=of_memory is not None)

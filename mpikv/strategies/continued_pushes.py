@@ -37,7 +37,7 @@ Left = tuple[int, list[int]]  # of a key, the owner that has what all begin with
 
 
 def chosen(counts: Sequence[Sequence[tuple[Key, list[int], bool]]]) -> dict[Key, Left]:
-    """Which owner's values all begin with. counts: see `OwnedKeys.counts`. Pure."""
+    """Which owner's values all begin with. counts: see `AskedOwners.counts`. Pure."""
     best: dict[Key, Left] = {}
     for owner, counted in enumerate(counts):
         for key, seen, answers in counted:

@@ -31,10 +31,10 @@ from mpikv.session.agreed_keys import KeyEvents
 from mpikv.session.agreement import Disagreement
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
+from mpikv.strategies.asked_owners import AskedOwners
 from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Strategy, wait_for_all
 from mpikv.strategies.exchange import too_many
 from mpikv.strategies.owned_calls import OwnedCall
-from mpikv.strategies.owned_keys import OwnedKeys
 from mpikv.strategies.ring_keys import RingKeys
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, restored
@@ -67,7 +67,7 @@ class DistributedStrategy(Strategy):
 
     rows: RowClient
 
-    def __init__(self, session: Workers, ring: RingKeys, owners: OwnedKeys) -> None:
+    def __init__(self, session: Workers, ring: RingKeys, owners: AskedOwners) -> None:
         self._session, self.ring, self.owners, self.rows = session, ring, owners, owners.rows
         owners.first_values = ring.first_values
 

@@ -234,7 +234,8 @@ def bad(request, tmp_path):
     else:
         entry = DAMAGE[request.param](states_file.load_states(tmp_path / "good").entries["w"])
         kind = "adam" if request.param == "kind" else "sgd"
-        states_file.save_states(tmp_path / "bad", [entry], meta={"optimizers": [[entry.key, kind]]})
+        meta = {"optimizers": [[entry.key, kind]]}
+        states_file.save_content(tmp_path / "bad", states_file.packed([entry], meta))
     return tmp_path / "bad"
 
 
