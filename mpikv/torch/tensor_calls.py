@@ -107,17 +107,20 @@ class Allgather(TensorCall):
     """Concatenate the workers' tensors, whose first dimensions may differ."""
 
     def make(self, tensors: Tensors) -> list[torch.Tensor]:
-        self._rows = [len(tensor) for tensor in tensors]
         return [gathered(self.calls, tensor, self.name) for tensor in tensors]
 
-    def back(self, gradients: Tensors) -> list[torch.Tensor]:
-        def call() -> list[torch.Tensor]:
-            rows = self.calls.allgather(np.array([self._rows], np.int64), self.name)
-            begins = rows[: self.calls.store.rank].sum(axis=0).tolist()
-            means = Allreduce(self.calls, self.name, "mean").make(gradients)
-            return [one.narrow(0, begin, n) for one, begin, n in zip(means, begins, self._rows, strict=True)]
+    def make_recorded(self, tensors: Tensors) -> list[torch.Tensor]:
+        def make() -> list[torch.Tensor]:
+            rows = self.calls.allgather(np.array([[len(tensor) for tensor in tensors]], np.int64), self.name)
+            rank = self.calls.store.rank
+            self._mine = [*zip(rows[:rank].sum(axis=0).tolist(), rows[rank].tolist(), strict=True)]
+            return self.make(tensors)
 
-        return self._among_the_same(call)
+        return self.calls.whole(make)
+
+    def back(self, gradients: Tensors) -> list[torch.Tensor]:
+        means = Allreduce(self.calls, self.name, "mean").make(gradients)
+        return [one.narrow(0, begin, n) for one, (begin, n) in zip(means, self._mine, strict=True)]
 
 
 @dataclass
@@ -148,8 +151,9 @@ class AllToAll(TensorCall):
     def __post_init__(self) -> None:
         # By the numbers that workers had at the start: some may be gone when it is made.
         session = self.calls.store.session
+        self._numbers = [*session.numbers]
         self._counts = np.zeros((1, session.at_start), np.int64)
-        self._counts[0, [*session.numbers]] = self.splits
+        self._counts[0, self._numbers] = self.splits
 
     def make(self, tensors: Tensors) -> list[torch.Tensor]:
         (tensor,), me = tensors, self.calls.store.session.number
@@ -164,7 +168,14 @@ class AllToAll(TensorCall):
         return [torch.cat(rows), torch.tensor(self.received, dtype=torch.int32)]
 
     def back(self, gradients: Tensors) -> list[torch.Tensor]:
-        return self._among_the_same(lambda: AllToAll(self.calls, self.name, self.received).make(gradients[:1])[:1])
+        def call() -> list[torch.Tensor]:
+            found, _ = AllToAll(self.calls, self.name, self.received).make(gradients[:1])
+            sent = np.repeat(np.isin(self._numbers, self._made_by), self.splits)  # the rest was for the dead
+            whole = found.new_zeros((sent.size, *found.shape[1:]))
+            whole[torch.from_numpy(sent)] = found
+            return [whole]
+
+        return self._among_the_same(call)
 
 
 @dataclass
