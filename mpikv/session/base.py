@@ -16,7 +16,7 @@ from mpikv.arrays.row_sparse import RowSparse
 from mpikv.codecs.compression import Compressions
 from mpikv.config import Config
 from mpikv.engine.operation import Operation
-from mpikv.errors import MpikvError
+from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.observe.activity import Activity
 from mpikv.observe.log import StoreLog
 from mpikv.observe.metrics import MetricsFile
@@ -147,6 +147,11 @@ class Session:
                 f"{call} in a process that was forked from worker {self.rank} of {self.num_workers}: a store serves "
                 "the process that made it. Let the parent make the call, or make a 'local' store here"
             )
+
+    def check_no_spares(self, call: str, why: str) -> None:
+        """Raise UnsupportedError where a spare may take a worker's place. Local."""
+        if self.has_spares:
+            raise UnsupportedError(f"{call} takes no spares (MPIKV_SPARES): {why}")
 
     def lookup(self, key: Key) -> KeyInfo | None:
         """What was agreed on `key`; None before its `init`. Local."""

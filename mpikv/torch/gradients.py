@@ -79,6 +79,7 @@ class Gradients:
         self._averages = average
         # By their numbers at the start, where some may be gone.
         self._me, self._places = session.number, session.at_start
+        self.weights: np.ndarray[Any, Any] = np.ones(self._places)  # of their gradients in a mean
         self.scale = 1 / self._places if average else 1.0
         self.source = 0
         self.views_as_grads = views_as_grads
@@ -229,11 +230,13 @@ class Gradients:
         return self._store.strategy.contributors(bucket.key) or range(self._places)
 
     def _correct_means(self) -> None:
-        """Where workers have died, make means over those that are in each sum: it was divided for all at the start."""
+        """Where workers have died, make means over those that are in each sum: it was weighted for all at the start."""
         for bucket in self._buckets:
-            if bucket.sent and (n_there := len(self._contributors(bucket))) != self._places:
+            there = self._contributors(bucket)
+            if bucket.sent and len(there) != self._places:
+                weight = self.weights[[*there]].sum()
                 for view in bucket.views.values():
-                    view.tensor.mul_(self._places / n_there)
+                    view.tensor.mul_(self.weights.sum() / weight if weight else 0.0)
 
     def _keep_unused(self, outcome: RoundOutcome) -> None:
         taken = outcome.used & outcome.trained

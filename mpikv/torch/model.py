@@ -185,7 +185,8 @@ class DistributedModel(torch.nn.Module):
         left it, and then has their parameters, buffers (with sync_buffers) and the states of `optimizer` and
         `scheduler`, if given. scheduler: one of `torch.optim.lr_scheduler` that is stepped inside. Collective: all
         workers enter it. After an exception in the block the other workers wait for this one in vain. Raises
-        UnsupportedError on all workers for a backward pass without a forward pass of the DistributedModel itself.
+        UnsupportedError on all workers for a backward pass without a forward pass of the DistributedModel itself, and
+        where spares may come (MPIKV_SPARES).
 
         >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
         >>> with model.join():

@@ -45,7 +45,8 @@ class Join:
         self._synchronize_model = synchronize_model
         self._scale = gradients.scale
         self._key = f"{gradients.name}/examples"
-        self._counts = np.zeros((2, calls.store.num_workers), np.int64)
+        session = calls.store.session  # by the numbers that workers had at the start, of whom some may be gone
+        self._me, self._counts = session.number, np.zeros((2, session.at_start), np.int64)
         self.active = False
         self.n_examples: int | None = None  # of this worker, since the last round; None: no forward pass
         self._present: np.ndarray | None = None  # which workers had data in the last round
@@ -57,11 +58,10 @@ class Join:
 
     def _weigh(self, *, has_data: bool) -> bool:
         """Agree on the weights of this round. Returns whether any worker has data."""
-        rank, store = self._calls.store.rank, self._calls.store
         self._counts[:] = 0
         if has_data:
-            self._counts[:, rank] = 1, -1 if self.n_examples is None else self.n_examples
-        store.pushpull(self._key, self._counts)
+            self._counts[:, self._me] = 1, -1 if self.n_examples is None else self.n_examples
+        self._calls.store.pushpull(self._key, self._counts)
         present, examples = self._counts.copy()
         self.n_examples = None
         if not present.any():
@@ -74,8 +74,8 @@ class Join:
             )
         self._present = present
         total = int(examples.sum())
-        weight = examples[rank] / total if total else 0.0
-        self._gradients.scale = float(weight) if self._average else float(has_data)
+        weight = examples[self._me] / total if total else 0.0
+        self._gradients.scale, self._gradients.weights = float(weight if self._average else has_data), examples
         self._gradients.source = int(np.flatnonzero(present)[0])
         return True
 
@@ -83,7 +83,7 @@ class Join:
     def joined(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> Iterator[None]:
         if self.active:
             raise RuntimeError("join inside join of the same model")
-        self._calls.check_all_stay()
+        self._calls.store.session.check_no_spares("join", "none can come in while a worker has no more data")
         self._calls.agree([], "join")
         if self._key not in self._calls.store:
             self._calls.store.session.compressions.exempt(self._key)
@@ -96,7 +96,8 @@ class Join:
             self._join_others(optimizer, scheduler)
         finally:
             self.active = self._gradients.steps.joined = False
-            self._gradients.scale, self._gradients.source = self._scale, 0
+            self._gradients.scale, self._gradients.weights = self._scale, np.ones_like(self._counts[0])
+            self._gradients.source = 0
 
     def _join_others(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
         """Take part in the rounds of the others, since this worker has no more data; then copy a model of theirs."""
@@ -109,19 +110,26 @@ class Join:
                 parameter.grad = None
         if self._present is None or self._present.all():
             return
-        root = int(np.flatnonzero(self._present)[0])
-        self._synchronize_model(root)
-        if scheduler is not None:
-            scheduler.load_state_dict(broadcast_object(scheduler.state_dict(), root, store=self._calls.store))
-        if optimizer is not None:
-            broadcast_optimizer_state(optimizer, root, store=self._calls.store)
-        elif rounds:
+        root = self._calls.whole(lambda: self._copy_model(optimizer, scheduler))
+        if optimizer is None and rounds:
             warnings.warn(
                 "join: this worker ran out of data before others and made fewer steps. Its parameters are those of "
                 f"worker {root}, the state of its optimizer (momentum, counts of steps) is not: use "
                 "join(optimizer=...), or an optimizer without a state",
                 stacklevel=4,
             )
+
+    def _copy_model(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> int:
+        """Copy all that is trained from a worker that had data to the end, and is there; return its rank."""
+        assert self._present is not None
+        there = self._calls.store.session.numbers
+        root = next((rank for rank, number in enumerate(there) if self._present[number]), 0)
+        self._synchronize_model(root)
+        if scheduler is not None:
+            scheduler.load_state_dict(broadcast_object(scheduler.state_dict(), root, store=self._calls.store))
+        if optimizer is not None:
+            broadcast_optimizer_state(optimizer, root, store=self._calls.store)
+        return root
 
 
 def join(device: int = -1) -> int:

@@ -145,8 +145,7 @@ class LocalUpdates:
             checks.whole("every", every, 1)
         made, rate = _outer(outer)
         _check_parts(every, parts, delay, mixing, elastic=rate > 0)
-        if store.session.has_spares:
-            raise UnsupportedError("LocalUpdates: each worker has weights of its own: leave MPIKV_SPARES unset")
+        store.session.check_no_spares("LocalUpdates", "each worker has weights of its own")
         if rate and store.session.continues:
             raise UnsupportedError("LocalUpdates: outer='elastic' needs all workers: leave MPIKV_ON_FAILURE unset")
         self._every, self._delay, self._mixing = every, delay, mixing

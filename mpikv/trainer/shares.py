@@ -112,6 +112,8 @@ class Shares:
         """Return a context in which a step includes only workers that have data. Entering it is collective."""
         if self.joined:
             raise MpikvError("join inside join of the same trainer: one block is around the whole loop")
+        if self._store is not None:
+            self._store.session.check_no_spares("join", "none can come in while a worker has no more data")
         self._init_table("join")
         self.joined = True
         try:

@@ -298,7 +298,8 @@ class Trainer(TrainerFiles):
 
         A step in the block costs one more small exchange, and sends no gradient before `step`. `learning_rate` may be
         set in the loop, alike on all workers that are in it. Entering and leaving is collective, and blocks. Raises
-        MpikvError inside another `join` of this trainer; UnsupportedError for `dist_async`.
+        MpikvError inside another `join` of this trainer; UnsupportedError for `dist_async`, and where spares may come
+        (MPIKV_SPARES).
 
         >>> from mpikv.testing.stores import spawn_stores
         >>> def train(store):

@@ -129,3 +129,67 @@ def test_all_that_are_left_get_the_same(
             assert there in (everybody, rest)
         elif call is not backwards_of_rows:
             assert set(there) <= ({0, rest[0]} if call is of_first else {0, rest[0], -1})
+
+
+# --- uneven data
+
+
+class Net(torch.nn.Module):
+    """The gradient of `one` is 1 on each worker, that of `who` the sum of the bits of those whose examples count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.who = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+        self.norm = torch.nn.BatchNorm1d(1)
+
+    def forward(self, bits: Any) -> Any:
+        return self.one + (self.who * bits).mean() + 0 * self.norm(bits).sum()
+
+
+@settings(max_examples=examples(45))
+@given(
+    st.sampled_from(MODES),
+    st.integers(0, 3),
+    st.integers(0, 4),
+    st.tuples(st.integers(1, 40), st.booleans()),
+    st.booleans(),
+)
+def test_a_worker_that_has_joined_or_not_dies(
+    mode: Mode, victim: int, at: int, after: tuple[int, bool], average: bool
+) -> None:
+    """Worker i has i + 2 batches, of i + 2 examples each: means are over the examples of those that are there."""
+    victim %= mode.workers
+    deaths = Deaths()
+
+    def body(store: Any) -> Any:
+        me, net = store.session.number, Net()
+        model = mt.DistributedModel(net, store, average=average)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.5)
+        found = []
+        with model.join(optimizer):
+            for batch in range(me + 2):
+                if me == victim and batch == min(at, me + 1):
+                    deaths.die_in(store.session.members.workers[victim], after[0], sends=after[1])
+                optimizer.zero_grad()
+                model(torch.full((me + 2, 1), 2.0**me)).sum().backward()
+                found.append((net.one.grad.item(), net.who.grad.item()))
+                optimizer.step()
+        store.barrier()
+        return found, [one.tolist() for one in net.state_dict().values()], str(optimizer.state_dict())
+
+    results = mode.run_continued(body, deaths, Faults)
+    left = [worker for worker, one in enumerate(results) if one is not None]
+    assert len({str(results[worker][1:]) for worker in left}) == 1
+    for step in range(mode.workers + 1):
+        seen = [results[worker][0][step] for worker in left if worker + 2 > step]
+        assert all(one == seen[0] for one in seen)
+        if not seen:
+            continue
+        have = [worker for worker in range(mode.workers) if worker + 2 > step]
+        allowed = []
+        for there in (have, [worker for worker in have if worker != victim]):
+            total = sum(worker + 2 for worker in there)
+            weights = [(worker + 2) / total if average else 1.0 for worker in there]
+            bits = [2.0**worker for worker in there]
+            allowed.append((sum(weights), sum(w * b for w, b in zip(weights, bits, strict=True))))
+        assert any(seen[0] == pytest.approx(one, rel=1e-5) for one in allowed), (step, seen, allowed)
