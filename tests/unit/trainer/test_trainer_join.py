@@ -10,12 +10,16 @@ from typing import Any
 import frameworks
 import numpy as np
 import pytest
+from grids import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from on_workers import on
 from store_modes import HYBRID, MESSAGES, ONE_HOST, SENDING, SERVED, THREE_HOSTS, TWO_HOSTS, Mode, modes
 
 from mpikv import ConfigError, KVStore, MpikvError, Parameter, PeerError, StallError, Trainer
 from mpikv.errors import UnsupportedError
 from mpikv.testing.ranks import RankError
+from mpikv.transports.faulty import Deaths, Faults
 
 torch = frameworks.need("torch")
 from torch_training import assert_close, batch, loss, network, reference, sgd, train, weights  # noqa: E402
@@ -290,3 +294,54 @@ def test_on_one_worker_alone(mode: Mode) -> None:
     (first, said), _, (third, other) = mode.run(body)
     assert first == third == StallError.__name__
     assert any("worker 1 on " in text and "with other parameters frozen" in text for text in (said, other))
+
+
+# ---- deaths
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.sampled_from([Mode("dist_sync", 4), Mode("dist_sync", 4, memory="off"), Mode("dist_sync", 3, 1, hosts="abca")]),
+    st.tuples(st.integers(0, 3), st.integers(0, 4)),
+    st.tuples(st.integers(1, 40), st.booleans()),
+    st.sampled_from(["examples", "sums", "means"]),
+    st.booleans(),
+)
+def test_a_worker_that_has_joined_or_not_dies(
+    mode: Mode, dies: tuple[int, int], after: tuple[int, bool], how: str, on_store: bool
+) -> None:
+    """Worker i has i + 2 batches, of i + 2 examples each: means are over the examples of those that are there.
+
+    dies: which one, and before which step. after: how many calls of its transport, or how many that send.
+    """
+    victim, deaths = dies[0] % mode.workers, Deaths()
+
+    def body(store: Any) -> Any:
+        me, weight = store.session.number, Parameter(np.zeros(2))
+        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store, update_on_kvstore=on_store)
+        changes, n = [], me + 2
+        with trainer.join():
+            for step in range(n):
+                if me == victim and step == min(dies[1], me + 1):
+                    deaths.die_in(store.session.members.workers[victim], after[0], sends=after[1])
+                before = weight.data.copy()
+                weight.grad[...] = np.array([1.0, 2.0**me]) * (n if how == "sums" else 1)
+                trainer.step(n if how == "sums" else None, examples=n if how == "examples" else None)
+                changes.append((before - weight.data).tolist())
+        store.barrier()
+        return changes, weight.data.tolist(), trainer.steps
+
+    results = mode.run_continued(body, deaths, Faults)
+    left = [worker for worker, one in enumerate(results) if one is not None]
+    assert all(results[worker][1:] == results[left[0]][1:] for worker in left)
+    for step in range(mode.workers + 1):
+        have = [worker for worker in range(mode.workers) if worker + 2 > step]
+        seen = [results[worker][0][step] for worker in left if worker in have]
+        assert all(one == pytest.approx(seen[0]) for one in seen)
+        means = [mean_of_bits(one, how) for one in (have, [worker for worker in have if worker != victim]) if one]
+        assert not seen or any(seen[0] == pytest.approx([1.0, mean]) for mean in means)
+
+
+def mean_of_bits(workers: list[int], how: str) -> float:
+    weights = [1 if how == "means" else worker + 2 for worker in workers]
+    return sum(w * 2.0**worker for w, worker in zip(weights, workers, strict=True)) / sum(weights)
