@@ -52,7 +52,7 @@ class StopSignals(TakesSignals):
         self._first_s: dict[int, float] = {}
         self._pid = os.getpid()
         self._why: str | None = None
-        self._installed = False
+        self._installed = self._ended = False
         self.kept_off = set()
         self._over = threading.Event()
         self._receiver: threading.Thread | None = None
@@ -91,7 +91,8 @@ class StopSignals(TakesSignals):
 
     def why(self) -> str | None:
         """Return the signal that came, as in 'SIGTERM'; None if none has come so far."""
-        if self._installed and threading.current_thread() is threading.main_thread():
+        # Not when they are ignored: Python would give back to the default action, in its end, what has a handler then.
+        if self._installed and not self._ended and threading.current_thread() is threading.main_thread():
             for number in self._before:
                 if self not in (getattr(taker, "stop", taker) for taker in takers(number)):
                     signal.signal(number, SetLater(self, signal.getsignal(number)).handle)
@@ -121,6 +122,7 @@ class StopSignals(TakesSignals):
 
     def end(self) -> None:
         """Ignore the signals from now on, since the process ends; but leave handlers of the program's own."""
+        self._ended = True
         for number, before in self._before.items():
             now = signal.getsignal(number)
             if now == self._handle or (now == before and (not callable(now) or _ends(now))):

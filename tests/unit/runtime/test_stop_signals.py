@@ -125,6 +125,22 @@ def test_stores_note_the_first_signal(order):
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+def test_a_signal_at_the_end_of_a_process_that_is_asked_for_one_until_then() -> None:
+    """As by the end of MPI, which handles what comes meanwhile."""
+    done = run("""
+        import atexit
+        def late():
+            assert stops[0].why() is None
+            class Late:
+                def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+                    kill(pid, number)
+            sys.late = Late()  # lives until Python has given back what has handlers
+        atexit.register(late)
+        install("TERM")
+    """)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_signal_that_was_sent_before_they_are_given_back_is_noted() -> None:
     """It is on its way to another thread, and would find the action that ends the process."""
     done = run("""
