@@ -211,7 +211,7 @@ class KeptRounds(KeptKeys, LocalStrategy):
             return AS_SET
         factor = self.session.attributes.slots[slot].agreed
         if round_.weights is not None:
-            factor /= sum(round_.weights[worker] for worker in self.session.numbers)
+            factor /= sum(round_.weights[worker] for worker in self.session.numbers) or 1  # 0: so is the sum
         attributes = {**round_.attributes, FACTOR: factor}
         text = json.dumps(attributes, sort_keys=True)
         number = self._numbers.get((slot, text))

@@ -443,7 +443,8 @@ class Trainer(TrainerFiles):
             _, weights = self._strategy.weights
             for name in grads:
                 there = [weights[worker] for worker in self._strategy.contributors(self._keys[name])]
-                self._scale_grads({name: grads[name][:1]}, 1 / sum(there))
+                # 0 where all that had data have died, in `join`: then so is the sum.
+                self._scale_grads({name: grads[name][:1]}, 1 / (sum(there) or 1))
         self._optimizer.rescale_grad = own if factor is None else factor
         try:
             if self._clip is not None:

@@ -106,14 +106,12 @@ def test_a_spare_has_what_the_others_have(kind: str, mode: Mode, dead: int, call
     assert all(one[1:] == results[0][1:] for one in results)
 
 
-def test_what_takes_no_spares() -> None:
+def test_join_takes_no_spares() -> None:
     def body(store: Any) -> None:
         trainer = mpikv.Trainer([mpikv.Parameter(np.zeros(2))], "sgd", kvstore=store)
         model = mt.DistributedModel(torch.nn.Linear(1, 1), store)
         for call in (trainer.join, model.join):
             with pytest.raises(mpikv.UnsupportedError, match="join takes no spares"), call():
                 pass
-        with pytest.raises(mpikv.UnsupportedError, match="LocalUpdates takes no spares"):
-            mpikv.LocalUpdates([np.zeros(2)], store, every=2)
 
     MODES[0].run_continued(body, Deaths(), Faults, spares=1)

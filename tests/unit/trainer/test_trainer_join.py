@@ -11,7 +11,7 @@ import frameworks
 import numpy as np
 import pytest
 from grids import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from on_workers import on
 from store_modes import HYBRID, MESSAGES, ONE_HOST, SENDING, SERVED, THREE_HOSTS, TWO_HOSTS, Mode, modes
@@ -307,6 +307,8 @@ def test_on_one_worker_alone(mode: Mode) -> None:
     st.sampled_from(["examples", "sums", "means"]),
     st.booleans(),
 )
+@example(Mode("dist_sync", 4, memory="off"), (3, 4), (7, True), "examples", True)  # the only one that has data
+@example(Mode("dist_sync", 4, memory="off"), (3, 4), (7, True), "sums", False)
 def test_a_worker_that_has_joined_or_not_dies(
     mode: Mode, dies: tuple[int, int], after: tuple[int, bool], how: str, on_store: bool
 ) -> None:

@@ -197,7 +197,7 @@ def test_what_refuses_spares() -> None:
         mpikv.Snapshots(store, {"net": net}).resume()
         with pytest.raises(UnsupportedError, match="DistributedModel: with spares"):
             mt.DistributedModel(net, store)
-        with pytest.raises(UnsupportedError, match="LocalUpdates: each worker has weights of its own"):
+        with pytest.raises(UnsupportedError, match="LocalUpdates takes no spares"):
             mpikv.LocalUpdates(net, store, every=2, optimizer="sgd")
 
     spawn_continued("dist_sync", 3, body, config=mpikv.Config(spares=1, timeout_s=20))
