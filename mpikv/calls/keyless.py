@@ -70,11 +70,6 @@ class CollectiveCalls:
         found: T = self.store.session.whole("calls", call)
         return found
 
-    def check_all_stay(self) -> None:
-        """Raise UnsupportedError where workers go on after a death: `join` counts on all of them. Local."""
-        if self.store.session.continues:
-            raise UnsupportedError("join needs all workers: leave MPIKV_ON_FAILURE unset, or use Trainer.join")
-
     def allreduce(self, arrays: Sequence[HostArray], op: str = "sum", name: str | None = None) -> list[HostArray]:
         """Return the sum, mean, minimum, maximum or product over the workers of each array, as new arrays.
 
@@ -189,7 +184,7 @@ class CollectiveCalls:
         others' next call without the store's limit, since something else ends the wait. Raises UnsupportedError where
         workers go on after a death.
         """
-        self.check_all_stay()
+        self.store.session.check_all_stay("join needs", ", or use Trainer.join")
         return self.whole(partial(self._join, patient=patient))
 
     def _join(self, *, patient: bool) -> int:

@@ -148,6 +148,11 @@ class Session:
                 "the process that made it. Let the parent make the call, or make a 'local' store here"
             )
 
+    def check_all_stay(self, needs: str, instead: str = "") -> None:
+        """Raise UnsupportedError where workers go on after a death. needs: as in 'join needs'. Local."""
+        if self.continues:
+            raise UnsupportedError(f"{needs} all workers: leave MPIKV_ON_FAILURE unset{instead}")
+
     def check_no_spares(self, call: str, why: str) -> None:
         """Raise UnsupportedError where a spare may take a worker's place. Local."""
         if self.has_spares:

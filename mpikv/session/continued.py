@@ -207,7 +207,7 @@ class ContinuedSession(Session):
             except Exception as error:
                 if not self.survivors.is_death(error):
                     raise
-            gc.collect()
+            gc.collect()  # as in `recover`; a server comes here alone
 
     def recover(self, number: int, *, admits: bool = False) -> None:
         """Go on from generation `number` to the next, unless another thread has done so. Collective, blocks.

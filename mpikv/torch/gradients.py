@@ -79,8 +79,7 @@ class Gradients:
         self._averages = average
         # By their numbers at the start, where some may be gone.
         self._me, self._places = session.number, session.at_start
-        self.weights: np.ndarray[Any, Any] = np.ones(self._places)  # of their gradients in a mean
-        self.scale = 1 / self._places if average else 1.0
+        self.weigh()
         self.source = 0
         self.views_as_grads = views_as_grads
         self._bucket_bytes = bucket_bytes
@@ -166,6 +165,12 @@ class Gradients:
                 self._unused.fill(i, view.tensor, used=i in self.fired)
         bucket.sent = True
 
+    def weigh(self, weights: np.ndarray[Any, Any] | None = None) -> None:
+        """Set how much each worker's gradients count, by their numbers at the start; None: all alike. Local."""
+        self._weights = np.ones(self._places) if weights is None else weights
+        mine, total = self._weights[self._me], self._weights.sum()
+        self.scale = float(mine / total if self._averages and total else mine)
+
     # --- at the end of a pass
 
     def finish(self, failed: bool = False, joined: bool = False) -> bool:
@@ -234,9 +239,9 @@ class Gradients:
         for bucket in self._buckets:
             there = self._contributors(bucket)
             if bucket.sent and len(there) != self._places:
-                weight = self.weights[[*there]].sum()
+                weight = self._weights[[*there]].sum()
                 for view in bucket.views.values():
-                    view.tensor.mul_(self.weights.sum() / weight if weight else 0.0)
+                    view.tensor.mul_(self._weights.sum() / weight if weight else 0.0)
 
     def _keep_unused(self, outcome: RoundOutcome) -> None:
         taken = outcome.used & outcome.trained

@@ -11,7 +11,6 @@ from typing import Any
 
 from mpikv import kv
 from mpikv.calls.keyless import CollectiveCalls
-from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.session.workers import Workers
 from mpikv.torch import default
@@ -145,8 +144,7 @@ def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
 def _part(store: KVStore, ranks: list[int]) -> KVStore:
     """Make a store of these workers of another one. Collective over them; all of them are about to call it."""
     session = store.session
-    if session.continues:
-        raise UnsupportedError("process sets need all workers: leave MPIKV_ON_FAILURE unset")
+    session.check_all_stay("process sets need")
     if not isinstance(session, Workers):
         return kv.create(store.type)
     transport: Any = session.transport

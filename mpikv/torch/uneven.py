@@ -43,7 +43,6 @@ class Join:
         self._gradients = gradients
         self._average = average
         self._synchronize_model = synchronize_model
-        self._scale = gradients.scale
         self._key = f"{gradients.name}/examples"
         session = calls.store.session  # by the numbers that workers had at the start, of whom some may be gone
         self._me, self._counts = session.number, np.zeros((2, session.at_start), np.int64)
@@ -73,9 +72,7 @@ class Join:
                 "model(x), not model.module(x), nor a method of the module"
             )
         self._present = present
-        total = int(examples.sum())
-        weight = examples[self._me] / total if total else 0.0
-        self._gradients.scale, self._gradients.weights = float(weight if self._average else has_data), examples
+        self._gradients.weigh(examples if self._average else present)
         self._gradients.source = int(np.flatnonzero(present)[0])
         return True
 
@@ -96,7 +93,7 @@ class Join:
             self._join_others(optimizer, scheduler)
         finally:
             self.active = self._gradients.steps.joined = False
-            self._gradients.scale, self._gradients.weights = self._scale, np.ones_like(self._counts[0])
+            self._gradients.weigh()
             self._gradients.source = 0
 
     def _join_others(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
@@ -146,7 +143,7 @@ def join(device: int = -1) -> int:
     >>> mt.shutdown()
     """
     calls = calls_of(None)
-    calls.check_all_stay()
+    calls.store.session.check_all_stay("join needs", ", or use Trainer.join")
     last = vars(calls.store).pop("_torch_stepped", None)
     if last is not None:
         gc.collect()  # what the program has dropped is gone on all workers then

@@ -27,7 +27,7 @@ from mpikv import optimizers
 from mpikv.arrays import as_numpy
 from mpikv.common import checks
 from mpikv.common.checks import shown
-from mpikv.errors import MpikvError, UnsupportedError
+from mpikv.errors import MpikvError
 from mpikv.kvstore import KVStore
 from mpikv.trainer.local_state import LocalState, weight_of
 from mpikv.trainer.parameter import Parameter, divide, is_frozen, list_data, named, zero_grad
@@ -146,8 +146,8 @@ class LocalUpdates:
         made, rate = _outer(outer)
         _check_parts(every, parts, delay, mixing, elastic=rate > 0)
         store.session.check_no_spares("LocalUpdates", "each worker has weights of its own")
-        if rate and store.session.continues:
-            raise UnsupportedError("LocalUpdates: outer='elastic' needs all workers: leave MPIKV_ON_FAILURE unset")
+        if rate:
+            store.session.check_all_stay("LocalUpdates: outer='elastic' needs")
         self._every, self._delay, self._mixing = every, delay, mixing
         self._store = store
         self._elastic = rate / store.num_workers  # 0: workers get the common weights
