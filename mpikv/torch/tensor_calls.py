@@ -42,8 +42,14 @@ class TensorCall:
         raise NotImplementedError
 
     def make_recorded(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Do what `make` does, and note the workers whose rows are in the results, for `back`."""
+        """Do what `make` does, and note what `back` needs."""
+        return self.make(tensors)
 
+
+class CallOfRows(TensorCall):
+    """A call whose results have rows that belong to workers, as have their gradients."""
+
+    def make_recorded(self, tensors: Tensors) -> list[torch.Tensor]:
         def make() -> list[torch.Tensor]:
             self._made_by = [*self.calls.store.session.numbers]
             return self.make(tensors)
@@ -90,7 +96,7 @@ class Allreduce(TensorCall):
         return self.make(gradients)
 
 
-class ReduceScatter(Allreduce):
+class ReduceScatter(Allreduce, CallOfRows):
     """Do what `Allreduce` does, and return this worker's rows."""
 
     def _combine(self, tensors: Tensors) -> list[torch.Tensor]:
@@ -143,7 +149,7 @@ class Broadcast(TensorCall):
 
 
 @dataclass
-class AllToAll(TensorCall):
+class AllToAll(CallOfRows):
     """Give worker i the rows that `splits[i]` counts of a tensor. Results: all workers' rows, and the count of each."""
 
     splits: Sequence[int]
